@@ -1,0 +1,78 @@
+"""GPUs by name: their memory as CUDA and as NVML report it, what they can do, and vLLM's defaults on them."""
+
+from dataclasses import dataclass
+
+from memlab.errors import MemlabError
+
+
+@dataclass(frozen=True)
+class Card:
+    """A GPU. ``total_gib`` is CUDA's figure, which vLLM multiplies; NVML's is larger by what the driver keeps."""
+
+    name: str
+    total_gib: float
+    compute_capability: tuple[int, int]
+    nvml_total_gib: float | None = None
+    source: str = ""
+
+    @property
+    def flash_attention_3(self) -> bool:
+        """FlashAttention 3 runs on compute capability 9.0 alone."""
+        return self.compute_capability[0] == 9
+
+
+# total_gib as vLLM or PyTorch printed it on that card; the source says where.
+CARDS = {
+    card.name: card
+    for card in (
+        Card("NVIDIA H200", 139.80, (9, 0), 140.40, "this book's records"),
+        Card("NVIDIA H100 80GB HBM3", 79.11, (9, 0), None, "vLLM pull request #48601"),
+        Card("NVIDIA A100-SXM4-80GB", 79.15, (8, 0), None, "vLLM issue #18446"),
+        Card("NVIDIA L40S", 44.42, (8, 9), None, "vLLM issue #15815"),
+        Card("NVIDIA GeForce RTX 5090", 31.37, (12, 0), None, "vLLM issue #14452"),
+        Card("NVIDIA GeForce RTX 4090", 23.65, (8, 9), None, "vLLM issue #24436"),
+        Card("NVIDIA GeForce RTX 3090", 23.58, (8, 6), None, "vLLM issue #10517"),
+        Card("NVIDIA A10G", 22.30, (8, 6), None, "vLLM issue #34643"),
+        Card("Tesla T4", 14.58, (7, 5), None, "vLLM issue #7590"),
+    )
+}
+
+
+def find(name: str) -> Card:
+    """The card of this name, or the one whose name alone contains it (``3090``).
+
+    Raises:
+        MemlabError: where none or several match.
+    """
+    if name in CARDS:
+        return CARDS[name]
+    matches = [card for card in CARDS.values() if name.lower() in card.name.lower()]
+    if len(matches) != 1:
+        raise MemlabError(f"{len(matches)} cards match {name!r}: name one of {', '.join(CARDS)}")
+    return matches[0]
+
+
+def batch_defaults(
+    total_gib: float, name: str, vllm_version: tuple[int, int], usage: str = "server"
+) -> tuple[int, int]:
+    """vLLM's own (max_num_batched_tokens, max_num_seqs) on a GPU, from ``EngineArgs.get_batch_defaults``.
+
+    Args:
+        total_gib: the card's memory as CUDA reports it.
+        name: as the driver gives it.
+        vllm_version: (0, 26) to (0, 33).
+        usage: ``server`` for ``vllm serve``, ``offline`` for the class ``LLM``.
+
+    Source: vllm/engine/arg_utils.py (0.26:2431-2512, 0.33:2940-3039).
+    """
+    if total_gib >= 160 and vllm_version >= (0, 27):
+        return 16384, 1024
+    if total_gib >= 70 and "a100" not in name.lower():
+        return (8192 if usage == "server" else 16384), 1024
+    return (2048 if usage == "server" else 8192), 256
+
+
+def cpu_batch_defaults(world_size: int = 1, usage: str = "server") -> tuple[int, int]:
+    """The same on vLLM's CPU backend (vllm/engine/arg_utils.py, 0.32)."""
+    tokens, seqs = (2048, 128) if usage == "server" else (4096, 256)
+    return tokens * world_size, seqs * world_size

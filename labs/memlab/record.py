@@ -1,0 +1,540 @@
+"""``RunRecord``: what one run of vLLM asked for, said and took; its schema, its file, and how a replay finds it.
+
+A record is one JSON file of at most 64 KiB. It is checked when it is written and when it is read, and holds no host
+name, path or user name. ``labs/records/record.schema.json`` is the same schema for other programs.
+"""
+
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Literal
+
+from memlab import cards, flags, shapes
+from memlab.errors import RecordError, ShapeError
+from memlab.ledger import MemoryLedger
+
+SCHEMA = 1
+MAX_BYTES = 64 * 1024
+RECORDS = Path(__file__).resolve().parent.parent / "records"
+
+Outcome = Literal["ok", "failed_to_start", "out_of_memory", "timed_out", "stopped"]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Hardware and driver. On the CPU backend ``gpu`` is None and the totals are the host's memory."""
+
+    name: str
+    gpu: str | None
+    gpu_count: int
+    total_gib: float | None
+    nvml_total_gib: float | None = None
+    compute_capability: list[int] | None = None
+    link: Literal["nvlink", "pcie", "none"] | None = None
+    driver: str | None = None
+    cuda: str | None = None
+    cpu_cores: int | None = None
+
+
+@dataclass(frozen=True)
+class Engine:
+    backend: Literal["cuda", "cpu"]
+    vllm: str
+    torch: str
+    python: str
+    runner: Literal["V0", "V1", "V2"] | None = None
+    attention: str | None = None
+    sampler: str | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Model:
+    name: str
+    load_format: str
+    shape: dict[str, object]
+    parameters: int | None = None
+
+
+@dataclass(frozen=True)
+class Flags:
+    """As given, and as vLLM resolved them; both by vLLM's names with underscores."""
+
+    given: dict[str, object]
+    resolved: dict[str, object]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Requests of random tokens. Lengths in tokens; ``concurrency`` None sends them all at once."""
+
+    input_tokens: int
+    output_tokens: int
+    requests: int
+    concurrency: int | None = None
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Memory over time, baseline subtracted: seconds since the start of the server, GiB.
+
+    ``measure`` says what was sampled: ``device`` (NVML's total in use less the baseline) or ``host`` (the process
+    group's share of host memory). ``rate_hz`` is the rate of the samples before every extreme was kept of them.
+    """
+
+    measure: Literal["device", "host"]
+    rate_hz: float
+    time_s: list[float]
+    used_gib: list[float]
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One GPU (or the host), in vLLM's order of ranks. ``foreign_gib`` is what other processes held at the start."""
+
+    stated: MemoryLedger | None
+    seen: MemoryLedger | None
+    timeline: Timeline | None
+    foreign_gib: float | None = None
+
+
+@dataclass(frozen=True)
+class Phase:
+    name: str
+    start_s: float
+
+
+@dataclass(frozen=True)
+class Series:
+    """vLLM's own metrics over time; ``preemptions`` counts up."""
+
+    time_s: list[float]
+    kv_cache_usage: list[float]
+    running: list[float]
+    waiting: list[float]
+    preemptions: list[float]
+
+
+@dataclass(frozen=True)
+class Latency:
+    """From ``vllm bench serve``; milliseconds. Percentiles by name (mean, p50, p90, p99)."""
+
+    ttft_ms: dict[str, float]
+    itl_ms: dict[str, float]
+    e2el_ms: dict[str, float]
+    completed: int
+    failed: int
+    duration_s: float
+    output_tokens_per_s: float
+    total_tokens_per_s: float
+    input_tokens: int
+    output_tokens: int
+
+
+@dataclass(frozen=True)
+class KVCache:
+    """The pool as vLLM stated it; ``max_concurrency`` counts requests of ``max_model_len``."""
+
+    tokens: int | None
+    blocks: int | None
+    block_size: int | None
+    max_concurrency: float | None
+
+
+@dataclass(frozen=True)
+class MemoryBack:
+    """Memory in use before the start and after the end, and how long it took to come back."""
+
+    before_gib: float
+    after_gib: float
+    seconds: float | None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    id: str
+    lab: str
+    recorded_at: str
+    machine: Machine
+    engine: Engine
+    model: Model
+    flags: Flags
+    outcome: Outcome
+    ranks: list[Rank]
+    schema: int = SCHEMA
+    repeat: int = 1
+    seed: int = 0
+    card: str | None = None
+    traffic: Traffic | None = None
+    prediction: dict[str, object] | None = None
+    phases: list[Phase] = field(default_factory=list)
+    series: Series | None = None
+    latency: Latency | None = None
+    steps: list[int] | None = None
+    kv: KVCache | None = None
+    memory_back: MemoryBack | None = None
+    instruments: list[str] = field(default_factory=list)
+    error: str | None = None
+    finding: dict[str, object] | None = None
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def served_flags(self) -> flags.ServeFlags:
+        """The flags as given."""
+        return flags.ServeFlags(**{**self.flags.given, "extra": tuple(self.flags.given.get("extra", ()))})
+
+    @property
+    def stated(self) -> MemoryLedger | None:
+        """The first rank's ledger as vLLM's log stated it."""
+        return self.ranks[0].stated if self.ranks else None
+
+    @property
+    def seen(self) -> MemoryLedger | None:
+        """The first rank's ledger as the driver saw it."""
+        return self.ranks[0].seen if self.ranks else None
+
+    def where(self) -> str:
+        """One line for a figure's caption: hardware and versions."""
+        if self.machine.gpu:
+            count = f"{self.machine.gpu_count} × " if self.machine.gpu_count > 1 else ""
+            hardware = f"{count}{self.machine.gpu}"
+        else:
+            hardware = f"CPU backend, {self.machine.cpu_cores} cores, host memory"
+        weights = ", dummy weights" if self.model.load_format == "dummy" else ""
+        return f"{self.model.name}{weights}, vLLM {self.engine.vllm}, {hardware}, {self.recorded_at[:10]}"
+
+
+# ---- the schema: reading JSON into the classes above, strictly ----
+
+
+def _parse(kind, value, where: str):
+    """``value`` as ``kind``, or a RecordError that names the place."""
+    origin = typing.get_origin(kind)
+    if origin in (typing.Union, types.UnionType):
+        choices = typing.get_args(kind)
+        if value is None:
+            if type(None) in choices:
+                return None
+            raise RecordError(f"{where}: a value is missing")
+        return _parse(next(choice for choice in choices if choice is not type(None)), value, where)
+    if origin is Literal:
+        if value not in typing.get_args(kind):
+            raise RecordError(f"{where}: {value!r} is none of {', '.join(map(str, typing.get_args(kind)))}")
+        return value
+    if origin is list:
+        if not isinstance(value, list):
+            raise RecordError(f"{where}: a list is needed, not {type(value).__name__}")
+        (item,) = typing.get_args(kind)
+        return [_parse(item, element, f"{where}[{i}]") for i, element in enumerate(value)]
+    if origin is dict:
+        if not isinstance(value, dict):
+            raise RecordError(f"{where}: an object is needed, not {type(value).__name__}")
+        _, item = typing.get_args(kind)
+        return {key: _parse(item, element, f"{where}.{key}") for key, element in value.items()}
+    if is_dataclass(kind):
+        return _parse_class(kind, value, where)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        value = float(value)
+    if kind is not object and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
+        raise RecordError(f"{where}: {kind.__name__} is needed, not {value!r}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise RecordError(f"{where}: {value} is no number that JSON can hold")
+    return value
+
+
+def _parse_class(kind, value, where: str):
+    if not isinstance(value, dict):
+        raise RecordError(f"{where}: an object is needed, not {type(value).__name__}")
+    hints = typing.get_type_hints(kind)
+    unknown = sorted(set(value) - set(hints))
+    if unknown:
+        raise RecordError(f"{where}: unknown {', '.join(unknown)}")
+    try:
+        return kind(**{name: _parse(hints[name], element, f"{where}.{name}") for name, element in value.items()})
+    except TypeError as error:
+        raise RecordError(f"{where}: {error}") from error
+    except ValueError as error:
+        raise RecordError(f"{where}: {error}") from error
+
+
+def json_schema() -> dict:
+    """The schema as JSON Schema 2020-12, made from the classes above."""
+    definitions: dict[str, dict] = {}
+
+    def of(kind) -> dict:
+        origin, args = typing.get_origin(kind), typing.get_args(kind)
+        if origin in (typing.Union, types.UnionType):
+            return {"anyOf": [of(arg) for arg in args]}
+        if origin is Literal:
+            return {"enum": list(args)}
+        if origin is list:
+            return {"type": "array", "items": of(args[0])}
+        if origin is dict:
+            return {"type": "object", "additionalProperties": of(args[1])}
+        if is_dataclass(kind):
+            if kind.__name__ not in definitions:
+                definitions[kind.__name__] = {}
+                hints = typing.get_type_hints(kind)
+                default = fields(kind)
+                required = [f.name for f in default if f.default is f.default_factory]
+                definitions[kind.__name__] = {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": required,
+                    "properties": {name: of(hint) for name, hint in hints.items()},
+                }
+            return {"$ref": f"#/$defs/{kind.__name__}"}
+        names = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+        return {"type": names[kind]} if kind in names else {}
+
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "A recorded run of vLLM",
+        **of(RunRecord),
+        "$defs": definitions,
+    }
+
+
+def from_dict(data: dict) -> RunRecord:
+    """A record from parsed JSON.
+
+    Raises:
+        RecordError: naming the first place where it breaks the schema.
+    """
+    version = data.get("schema") if isinstance(data, dict) else None
+    if version != SCHEMA:
+        raise RecordError(f"the record's schema is {version!r}, this memlab reads {SCHEMA}: update the one that is older")
+    record = _parse_class(RunRecord, data, "record")
+    validate(record)
+    return record
+
+
+def to_dict(record: RunRecord) -> dict:
+    """The record for JSON, without what is None: a term that a view cannot know is absent."""
+
+    def strip(value):
+        if isinstance(value, dict):
+            return {key: strip(element) for key, element in value.items() if element is not None}
+        return [strip(element) for element in value] if isinstance(value, list | tuple) else value
+
+    return strip(asdict(record))
+
+
+# ---- what a record must satisfy beyond its types ----
+
+_PRIVATE = (
+    (re.compile(r"(?<![\w.:/])/(?:home|root|Users|tmp|mnt|data|workspace|work|var|opt|usr)/\S+"), "a path"),
+    (re.compile(r"[A-Za-z]:\\\\?Users"), "a path"),
+    (re.compile(r"\b(?!127\.0\.0\.1\b|0\.0\.0\.0\b)(?:\d{1,3}\.){3}\d{1,3}\b"), "an address"),
+    (re.compile(r"\b(?:hf_|sk-)[A-Za-z0-9]{16,}"), "a token"),
+)
+
+
+def privacy_problems(text: str, names: tuple[str, ...] = ()) -> list[str]:
+    """What in ``text`` may name a person or a machine: paths, addresses, tokens, and the ``names`` given."""
+    found = [f"{what}: {match.group()[:60]}" for pattern, what in _PRIVATE for match in pattern.finditer(text)]
+    words = (name for name in names if len(name) > 2)
+    return found + [f"a name: {name}" for name in words if re.search(rf"\b{re.escape(name)}\b", text)]
+
+
+def validate(record: RunRecord) -> None:
+    """Hold a record to what its parts say of each other.
+
+    Raises:
+        RecordError: naming the first contradiction.
+    """
+
+    def need(condition: bool, message: str):
+        if not condition:
+            raise RecordError(f"record {record.id}: {message}")
+
+    need(re.fullmatch(r"[a-z0-9][a-z0-9._-]*", record.id) is not None, "the id is for a file name: a-z, 0-9, . _ -")
+    need(re.fullmatch(r"\d{4}-\d{2}-\d{2}T[\d:]+Z", record.recorded_at) is not None, "recorded_at is UTC, ISO 8601")
+    for number, rank in enumerate(record.ranks):
+        for ledger, view in ((rank.stated, "stated"), (rank.seen, "seen")):
+            if ledger is None:
+                continue
+            need(ledger.view == view, f"rank {number}: the ledger under {view} says it is {ledger.view}")
+            for identity in ledger.identities():
+                need(
+                    identity.holds,
+                    f"rank {number}, {view}: {identity.name}? {identity.left_gib:.3f} is not {identity.right_gib:.3f} GiB",
+                )
+        line = rank.timeline
+        if line is not None:
+            need(len(line.time_s) == len(line.used_gib), f"rank {number}: the timeline's two lists differ in length")
+            pairs = zip(line.time_s, line.time_s[1:], strict=False)
+            need(all(a <= b for a, b in pairs), f"rank {number}: the timeline runs backwards")
+            if rank.seen is not None and rank.seen.peak_gib is not None and line.used_gib:
+                highest = max(line.used_gib)
+                need(
+                    abs(highest - rank.seen.peak_gib) < 0.001,
+                    f"rank {number}: the timeline's peak {highest:.3f} is not the ledger's {rank.seen.peak_gib:.3f} GiB",
+                )
+    starts = [phase.start_s for phase in record.phases]
+    need(starts == sorted(starts), "the phases are out of order")
+
+
+def dumps(record: RunRecord) -> str:
+    """The record's file: JSON with short lists on one line.
+
+    Raises:
+        RecordError: where it breaks the schema or is larger than 64 KiB.
+    """
+    data = to_dict(record)
+    from_dict(json.loads(json.dumps(data)))
+    text = json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False)
+    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", "", match.group()), text) + "\n"
+    size = len(text.encode())
+    if size > MAX_BYTES:
+        raise RecordError(f"record {record.id} takes {size} bytes of at most {MAX_BYTES}: sample its series more coarsely")
+    return text
+
+
+def write(record: RunRecord, folder: Path) -> Path:
+    """Write the record to ``folder``/ID.json, whole or not at all.
+
+    Raises:
+        RecordError: also where the disk is full or the folder cannot be written; the record stays with the caller.
+    """
+    text = dumps(record)
+    path = folder / f"{record.id}.json"
+    partial = path.with_suffix(".part")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        partial.unlink(missing_ok=True) if folder.exists() else None
+        raise RecordError(
+            f"the record could not be written to {folder} ({error.strerror}): make room or name another folder; the run "
+            "itself is not lost, write it again with record.write"
+        ) from error
+    return path
+
+
+def read(path: Path) -> RunRecord:
+    """The record in a file.
+
+    Raises:
+        RecordError: for a file that is missing, no JSON, or against the schema.
+    """
+    try:
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecordError(f"{path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RecordError(f"{path} is no JSON ({error}): fetch it again") from error
+    try:
+        return from_dict(data)
+    except RecordError as error:
+        raise RecordError(f"{path}: {error}") from error
+
+
+def read_all(folder: Path = RECORDS) -> list[RunRecord]:
+    """Every record under ``folder``, by id."""
+    paths = (path for path in folder.rglob("*.json") if not path.name.endswith(".schema.json"))
+    return sorted((read(path) for path in paths), key=lambda record: record.id)
+
+
+# ---- what a replay looks for ----
+
+
+def memory_flags(asked: flags.ServeFlags, machine: Machine, backend: str, vllm: str, model_max_len: int) -> dict:
+    """The flags that decide memory, as vLLM would fill them in on ``machine``; equal dictionaries, equal memory."""
+    if backend == "cpu":
+        tokens, seqs = cards.cpu_batch_defaults(asked.world_size)
+    else:
+        version = tuple(int(part) for part in vllm.split(".")[:2])
+        tokens, seqs = cards.batch_defaults(machine.total_gib or 0, machine.gpu or "", version)
+    resolved = flags.resolve(asked, tokens, seqs, model_max_len).set()
+    defaults = {
+        "gpu_memory_utilization": 0.92,
+        "kv_cache_dtype": "auto",
+        "enforce_eager": False,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "dtype": "auto",
+        "long_prefill_token_threshold": 0,
+        "enable_prefix_caching": True,
+        "cpu_offload_gb": 0.0,
+    }
+    kept = {**defaults, **resolved, "extra": list(asked.extra)}
+    for other in ("seed", "load_format"):
+        kept.pop(other, None)
+    return kept
+
+
+def differences(record: RunRecord, lab: str, model: str, asked: flags.ServeFlags, traffic, card) -> dict:
+    """Where a record differs from what is asked for: name to (asked, recorded)."""
+    found = {}
+    for name, wanted, recorded in (
+        ("lab", lab, record.lab),
+        ("model", model, record.model.name),
+        ("card", card, record.card),
+        ("traffic", traffic, record.traffic),
+    ):
+        if wanted != recorded:
+            found[name] = (wanted, recorded)
+    length = model_max_len(record)
+    context = (record.machine, record.engine.backend, record.engine.vllm, length)
+    wanted, recorded = memory_flags(asked, *context), memory_flags(record.served_flags, *context)
+    for name in sorted(set(wanted) | set(recorded)):
+        if wanted.get(name) != recorded.get(name):
+            found[name] = (wanted.get(name), recorded.get(name))
+    return found
+
+
+def model_max_len(record: RunRecord) -> int:
+    """The model's own limit in tokens."""
+    try:
+        return shapes.from_config(record.model.shape).max_position_embeddings
+    except ShapeError:
+        return int(record.model.shape.get("max_position_embeddings") or record.flags.resolved["max_model_len"])
+
+
+def find(
+    records: list[RunRecord],
+    lab: str,
+    model: str,
+    asked: flags.ServeFlags,
+    traffic: Traffic | None = None,
+    card: str | None = None,
+    machine: str | None = None,
+    vllm: str | None = None,
+) -> list[RunRecord]:
+    """The recorded repeats of a run.
+
+    Raises:
+        RecordError: where there is none, naming the nearest and in what it differs.
+    """
+    pool = [
+        record
+        for record in records
+        if machine in (None, record.machine.name) and (vllm is None or record.engine.vllm == vllm)
+    ]
+    if not pool:
+        raise RecordError(f"no run is recorded on {machine or 'any machine'}: run the lab live, or leave the machine out")
+    gaps = [(differences(record, lab, model, asked, traffic, card), record) for record in pool]
+    matches = [record for gap, record in gaps if not gap]
+    if matches:
+        return sorted(matches, key=lambda record: record.repeat)
+    gap, nearest = min(gaps, key=lambda pair: len(pair[0]))
+    parts = ", ".join(f"{name} {recorded} instead of {wanted}" for name, (wanted, recorded) in gap.items())
+    raise RecordError(f"this run is not recorded. The nearest is {nearest.id}: {parts}. Choose that, or run it live")
+
+
+def make_id(machine: Machine, engine: Engine, model: str, asked: flags.ServeFlags, traffic, card, repeat: int) -> str:
+    """A readable id: machine, version, model, a hash of everything else that was asked for, and the repeat."""
+    rest = json.dumps([asdict(asked), asdict(traffic) if traffic else None, card, engine.environment], sort_keys=True)
+    digest = hashlib.sha256(rest.encode()).hexdigest()[:6]
+    kind = "eager" if asked.enforce_eager else "graphs"
+    if engine.backend == "cpu":
+        kind = "cpu"
+    slug = re.sub(r"[^a-z0-9.]+", "-", Path(model).name.lower()).strip("-")
+    return f"{machine.name}-{engine.vllm}-{slug}-{kind}-{digest}-r{repeat}"
