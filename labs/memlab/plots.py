@@ -1,0 +1,564 @@
+"""Figures of run records: each is a function of records, and comes with alt text, a data table and a caption.
+
+    >>> plots.timeline(record).save("timeline.svg")
+    >>> plots.ledger(eager, graphs)            # in a notebook: the figure, and its numbers in a table under it
+    >>> print(plots.ledger_table(eager, graphs))
+
+Colours are mid-tones that reach 3:1 on a light and on a dark page and stay apart in the three kinds of colour
+blindness; a hatch or a dash says the same as the colour. Text takes the colour of the page around it.
+"""
+
+import hashlib
+import html
+import io
+import itertools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from memlab.ledger import TERMS, MemoryLedger
+from memlab.record import RunRecord
+from memlab.units import show_gib
+
+# Term to colour and hatch. `budget` is the planned part of what was seen; `headroom` is drawn as an outline.
+STYLE = {
+    "context": ("#8c8c8c", ""),
+    "weights": ("#0b6fd0", ""),
+    "non_torch": ("#9a8550", "xx"),
+    "consumed": ("#0b6fd0", "/"),
+    "activation": ("#e8440a", "\\\\"),
+    "cuda_graphs_estimated": ("#a044cc", "oo"),
+    "cuda_graphs_actual": ("#a044cc", "OO"),
+    "kv_cache": ("#008f7a", ".."),
+    "budget": ("#4f7f9c", "--"),
+    "unprofiled": ("#a87b00", "++"),
+}
+LINES = (("#0b6fd0", "-"), ("#e8440a", "--"), ("#008f7a", "-."), ("#a044cc", ":"))
+
+_INK = "#010203"  # stands for the page's own text colour, which only the page knows
+_serial = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows of text under a header; the first column names the row."""
+
+    caption: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+    def __str__(self) -> str:
+        """For a terminal."""
+        lines = [self.header, *self.rows]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+        text.insert(1, "  ".join("-" * width for width in widths))
+        return "\n".join([self.caption, *text])
+
+    def _repr_html_(self) -> str:
+        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.header)
+        body = "".join(
+            f'<tr><th scope="row">{html.escape(first)}</th>'
+            + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+            + "</tr>"
+            for first, *rest in self.rows
+        )
+        caption = f"<caption>{html.escape(self.caption)}</caption>"
+        table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f'<div class="memlab-table">{table}</div>'
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A figure with what a reader who cannot see it needs. Renders itself in a notebook and in the book.
+
+    ``draw`` takes the colour of text and axes and returns the figure.
+    """
+
+    title: str
+    alt: str
+    caption: str
+    table: Table
+    draw: Callable[[str], Figure]
+
+    def svg(self, uid: str | None = None) -> str:
+        """An ``<svg>`` element to stand in a page; ``uid`` keeps its ids apart from other figures'."""
+        raw = _render(self.draw(_INK), "svg").decode()
+        raw = re.sub(r"<metadata>.*?</metadata>", "", raw[raw.index("<svg") :], flags=re.DOTALL)
+        uid = uid or f"m{hashlib.sha256((raw + self.alt).encode()).hexdigest()[:8]}-{next(_serial)}"
+        raw = re.sub(r'\bid="([^"]+)"', rf'id="{uid}-\1"', raw)
+        raw = re.sub(r'(xlink:href="#|url\(#)', rf"\1{uid}-", raw)
+        named = f'role="img" aria-labelledby="{uid}-title {uid}-desc"'
+        opening = f'<svg {named} style="max-width:100%;height:auto;color:inherit" '
+        described = f'<title id="{uid}-title">{html.escape(self.title)}</title>'
+        described += f'<desc id="{uid}-desc">{html.escape(self.alt)}</desc>'
+        raw = raw.replace("<svg ", opening, 1).replace(_INK, "currentColor")
+        return re.sub(r"(<svg [^>]*>)", lambda match: match.group() + described, raw, count=1).strip()
+
+    def html(self, uid: str | None = None) -> str:
+        """The figure, its caption, and its numbers in a table that opens."""
+        return (
+            f'<figure class="memlab-figure" style="margin:1em 0">{self.svg(uid)}'
+            f"<figcaption>{html.escape(self.caption)}</figcaption>"
+            f"<details><summary>The numbers of this figure</summary>{self.table._repr_html_()}</details></figure>"
+        )
+
+    def png(self) -> bytes:
+        """Dark on white, for places that take no SVG."""
+        return _render(self.draw("#222222"), "png")
+
+    def save(self, path) -> Path:
+        """Write the figure to ``path``, whose ending says the format: .svg or .png.
+
+        Raises:
+            ValueError: for another ending.
+        """
+        path = Path(path)
+        if path.suffix == ".svg":
+            path.write_text('<?xml version="1.0" encoding="utf-8"?>\n' + self.svg(), encoding="utf-8")
+        elif path.suffix == ".png":
+            path.write_bytes(self.png())
+        else:
+            raise ValueError(f"a figure is saved as .svg or .png, not as {path.name!r}")
+        return path
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return {"text/html": self.html(), "image/png": self.png(), "text/plain": f"{self.alt}\n{self.caption}"}
+
+
+def _render(figure: Figure, kind: str) -> bytes:
+    out = io.BytesIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memlab"}):
+        if kind == "svg":
+            figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+        else:
+            figure.savefig(out, format="png", dpi=144, facecolor="white")
+    return out.getvalue()
+
+
+# ---- words about records ----
+
+
+def _caption(records, replayed: bool) -> str:
+    seen = dict.fromkeys(record.where() for record in records)
+    return "; ".join(seen) + (" · replayed from the record" if replayed else "")
+
+
+def labels(*records: RunRecord) -> list[str]:
+    """A short name for each record: what it does not share with the others."""
+    facts = [_facts(record) for record in records]
+    names = [name for name in dict.fromkeys(name for fact in facts for name in fact)]
+    differing = [name for name in names if len({str(fact.get(name)) for fact in facts}) > 1]
+    if len(records) > 1 and not differing:
+        return [f"run {number}" for number in range(1, len(records) + 1)]
+    return [", ".join(_fact(name, fact.get(name)) for name in differing) for fact in facts]
+
+
+def _facts(record: RunRecord) -> dict[str, object]:
+    return {
+        "model": record.model.name,
+        "vLLM": record.engine.vllm,
+        "card": record.card or record.machine.gpu or "CPU backend",
+        **record.flags.given,
+        "repeat": record.repeat,
+    }
+
+
+def _fact(name: str, value) -> str:
+    if name == "enforce_eager":
+        return "eager" if value else "CUDA graphs"
+    if name in ("model", "card"):
+        return str(value)
+    return f"{name} {'unset' if value is None else value}"
+
+
+def words(name: str) -> str:
+    """A term or a phase as prose has it."""
+    return (
+        name.replace("_", " ").replace("cuda", "CUDA").replace("kv cache", "KV cache").replace("non torch", "non-torch")
+    )
+
+
+def _sentence(text: str) -> str:
+    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+
+
+def _difference(before: float, after: float) -> str:
+    change = after - before
+    return "none" if abs(change) < 0.005 else show_gib(change, signed=True)
+
+
+def predicted(record: RunRecord) -> MemoryLedger | None:
+    """The ledger that was predicted before the run, where the record holds one."""
+    ledger = (record.prediction or {}).get("ledger")
+    return MemoryLedger(**ledger) if isinstance(ledger, dict) else ledger
+
+
+def views(record: RunRecord) -> list[MemoryLedger]:
+    """The first rank's ledgers that say anything: predicted, stated, seen."""
+    return [view for view in (predicted(record), record.stated, record.seen) if view is not None and view.known()]
+
+
+# ---- memory over time ----
+
+
+def budget_line(record: RunRecord, rank: int = 0) -> tuple[str, float] | None:
+    """Where the budget ends on the scale of the device's memory: its name and GiB, where the record states it.
+
+    The budget starts above the context, which was taken before vLLM's first snapshot.
+    """
+    known = [view for view in (record.ranks[rank].stated, record.ranks[rank].seen) if view is not None]
+    budget = next((view.budget_gib for view in known if view.budget_gib is not None), None)
+    context = next((view.context_gib for view in known if view.context_gib is not None), None)
+    if budget is None:
+        return None
+    return ("budget", budget) if context is None else ("context and budget", context + budget)
+
+
+@dataclass(frozen=True)
+class _Line:
+    """One rank's memory over time; ``phases`` are (name, start, highest GiB in it)."""
+
+    label: str
+    time_s: list[float]
+    used_gib: list[float]
+    phases: list[tuple[str, float, float]]
+
+    @property
+    def peak(self) -> tuple[float, float]:
+        """GiB, and the seconds at which it was first reached."""
+        highest = max(self.used_gib)
+        return highest, self.time_s[self.used_gib.index(highest)]
+
+    def phase_at(self, time_s: float) -> str:
+        return next((name for name, start, _ in reversed(self.phases) if start <= time_s), "")
+
+
+def _lines(records) -> list[_Line]:
+    found = []
+    for record, label in zip(records, labels(*records), strict=True):
+        for number, rank in enumerate(record.ranks):
+            if rank.timeline is None or not rank.timeline.used_gib:
+                continue
+            parts = [label, f"rank {number}" if len(record.ranks) > 1 else ""]
+            line = rank.timeline
+            phases = _phases(record, line)
+            found.append(_Line(", ".join(filter(None, parts)), line.time_s, line.used_gib, phases))
+    if not found:
+        raise ValueError("no record here holds a timeline: it was recorded without sampling memory")
+    return found
+
+
+def _phases(record: RunRecord, line) -> list[tuple[str, float, float]]:
+    """Phases with the most memory in each; a phase without a sample of its own takes the last one before it."""
+    ends = [phase.start_s for phase in record.phases[1:]] + [float("inf")]
+    found = []
+    for phase, end in zip(record.phases, ends, strict=True):
+        inside = [gib for time, gib in zip(line.time_s, line.used_gib, strict=True) if phase.start_s <= time < end]
+        before = [gib for time, gib in zip(line.time_s, line.used_gib, strict=True) if time < phase.start_s]
+        found.append((words(phase.name), phase.start_s, max(inside) if inside else (before or [0.0])[-1]))
+    return found
+
+
+def _memory_name(records) -> str:
+    measures = {rank.timeline.measure for record in records for rank in record.ranks if rank.timeline is not None}
+    return "host memory" if measures == {"host"} else "device memory"
+
+
+def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plot:
+    """Memory over time of each rank, baseline subtracted, in GiB; the phases of the first record are marked.
+
+    Raises:
+        ValueError: where no record holds a timeline.
+    """
+    records = (record, *more)
+    lines = _lines(records)
+    memory = _memory_name(records)
+    budget = budget_line(record)
+    rows = [
+        (line.label or record.model.name, name, f"{start:.1f} s", show_gib(highest))
+        for line in lines
+        for name, start, highest in (*line.phases, ("peak", line.peak[1], line.peak[0]))
+    ]
+    header = ("run", "phase", "from", f"most {memory}")
+    return Plot(
+        title=f"{_sentence(memory)} over time",
+        alt=_timeline_alt(lines, memory, budget),
+        caption=_caption(records, replayed),
+        table=Table(f"{_sentence(memory)} by phase, baseline subtracted", header, tuple(rows)),
+        draw=lambda ink: _draw_timeline(lines, memory, budget, ink),
+    )
+
+
+def _timeline_alt(lines, memory: str, budget) -> str:
+    sentences = []
+    for line in lines:
+        peak, time = line.peak
+        phase = line.phase_at(time)
+        who = f" of {line.label}" if line.label else ""
+        during = f", in the phase {phase}" if phase else ""
+        sentence = f"The {memory}{who} peaks at {show_gib(peak)} after {time:.1f} s{during}"
+        if budget:
+            above = peak - budget[1]
+            side = "above" if above > 0 else "below"
+            distance = "level with" if abs(above) < 0.005 else f"{show_gib(abs(above))} {side}"
+            sentence += f", {distance} {budget[0]} ({show_gib(budget[1])})"
+        sentences.append(sentence + ".")
+    steps = ", ".join(f"{name} {show_gib(highest)}" for name, _, highest in lines[0].phases)
+    if steps:
+        sentences.append(f"Highest in each phase{' of ' + lines[0].label if lines[0].label else ''}: {steps}.")
+    return " ".join(sentences)
+
+
+def _axes(ink: str, width: float, height: float):
+    figure = Figure(figsize=(width, height), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_facecolor("none")
+    for side, spine in axes.spines.items():
+        spine.set_visible(side in ("left", "bottom"))
+        spine.set_color(ink)
+    axes.tick_params(colors=ink, labelcolor=ink)
+    axes.xaxis.label.set_color(ink)
+    axes.yaxis.label.set_color(ink)
+    return figure, axes
+
+
+def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
+    figure, axes = _axes(ink, 7.5, 4.4)
+    top = max(line.peak[0] for line in lines)
+    end = max(line.time_s[-1] for line in lines)
+    for line, (colour, dash) in zip(lines, itertools.cycle(LINES), strict=False):
+        axes.plot(line.time_s, line.used_gib, color=colour, linestyle=dash, linewidth=1.8, label=line.label or None)
+        axes.plot([line.peak[1]], [line.peak[0]], "o", color=colour, markersize=6)
+    highest = max(lines, key=lambda line: line.peak[0])
+    late = highest.peak[1] > 0.7 * end
+    axes.annotate(
+        f"peak {show_gib(highest.peak[0])}",
+        (highest.peak[1], highest.peak[0]),
+        xytext=(-8 if late else 8, 7),
+        textcoords="offset points",
+        ha="right" if late else "left",
+        color=ink,
+        weight="bold",
+    )
+    if budget:
+        top = max(top, budget[1])
+        axes.axhline(budget[1], color=ink, linestyle=(0, (6, 3)), linewidth=1)
+        axes.annotate(
+            f"{budget[0]} {show_gib(budget[1])}",
+            (0, budget[1]),
+            xytext=(4, -4),
+            textcoords="offset points",
+            va="top",
+            color=ink,
+        )
+    axes.set(xlabel="seconds since the start", ylabel=f"{memory}, GiB", xlim=(0, end * 1.01), ylim=(0, top * 1.12))
+    _mark_phases(axes, lines[0].phases, end, ink)
+    if len(lines) > 1:
+        figure.legend(loc="outside lower left", ncols=min(3, len(lines)), frameon=False, labelcolor=ink)
+    return figure
+
+
+def _mark_phases(axes, phases, end: float, ink: str) -> None:
+    """A dotted line where each phase starts, its name slanted above; names that would collide move to the right."""
+    place = -1.0
+    for name, start, _ in phases:
+        place = max(start / (end * 1.01), place + 0.045)
+        axes.axvline(start, color=ink, linestyle=":", linewidth=0.8, alpha=0.7)
+        axes.annotate(
+            name,
+            (start / (end * 1.01), 1),
+            xytext=(place, 1.05),
+            xycoords="axes fraction",
+            textcoords="axes fraction",
+            rotation=40,
+            ha="left",
+            va="bottom",
+            rotation_mode="anchor",
+            fontsize=9,
+            color=ink,
+            arrowprops={
+                "arrowstyle": "-",
+                "linestyle": ":",
+                "color": ink,
+                "linewidth": 0.8,
+                "shrinkA": 0,
+                "shrinkB": 0,
+            },
+        )
+
+
+# ---- the ledger ----
+
+
+def segments(view: MemoryLedger) -> list[tuple[str, float]]:
+    """What a bar of this view stacks, from zero on: term and GiB.
+
+    Predicted and stated show the terms of the budget, on the context. Seen shows how far the peak fills the budget and
+    what it takes beyond; where no budget is known, the peak is one piece.
+    """
+    found = [("context", view.context_gib)]
+    if view.view == "seen":
+        if view.budget_gib is None or view.unprofiled_gib is None:
+            found.append(("peak", (view.peak_gib or 0) - (view.context_gib or 0)))
+        else:
+            found += [
+                ("budget", view.budget_gib + min(0.0, view.unprofiled_gib)),
+                ("unprofiled", max(0.0, view.unprofiled_gib)),
+            ]
+    else:
+        found += view.resident().items()
+        found.append(("activation", view.activation_gib))
+        if view.graphs_subtracted:
+            found.append(("cuda_graphs_estimated", view.cuda_graphs_estimated_gib))
+        found.append(("kv_cache", view.kv_cache_gib))
+        if not view.graphs_subtracted:
+            # Nothing was put aside for them: they are taken on top of the budget.
+            found.append(("cuda_graphs_actual", view.cuda_graphs_actual_gib))
+    return [(name, size) for name, size in found if size]
+
+
+@dataclass(frozen=True)
+class _Bar:
+    label: str
+    view: MemoryLedger
+
+    @property
+    def end(self) -> float:
+        return sum(size for _, size in segments(self.view))
+
+    @property
+    def budget_end(self) -> float | None:
+        return None if self.view.budget_gib is None else (self.view.context_gib or 0) + self.view.budget_gib
+
+
+def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
+    """Stacked bars in GiB, one a record and view: what vLLM stated beside what the driver saw.
+
+    Raises:
+        ValueError: where no record holds a ledger.
+    """
+    bars = [
+        _Bar("\n".join(filter(None, [label, view.view])), view)
+        for record, label in zip(records, labels(*records), strict=True)
+        for view in views(record)
+    ]
+    if not bars:
+        raise ValueError("no record here holds a ledger: vLLM stopped before it stated one, and nothing was sampled")
+    return Plot(
+        title="Memory by term",
+        alt=" ".join(filter(None, [_ledger_alt(bars), _largest_difference(records)])),
+        caption=_caption(records, replayed),
+        table=ledger_table(*records),
+        draw=lambda ink: _draw_ledger(bars, ink),
+    )
+
+
+def _ledger_alt(bars) -> str:
+    sentences = []
+    for bar in bars:
+        name = bar.label.replace("\n", ", ")
+        parts = segments(bar.view)
+        if parts:
+            largest, size = max(parts, key=lambda part: part[1])
+            each = ", ".join(f"{words(term)} {show_gib(gib)}" for term, gib in parts)
+            sentences.append(f"{_sentence(name)}: {words(largest)} is largest with {show_gib(size)}; {each}.")
+        if bar.view.headroom_gib is not None:
+            sentences.append(f"Headroom {show_gib(bar.view.headroom_gib)}.")
+    return " ".join(sentences)
+
+
+def _largest_difference(records) -> str:
+    """The finding of a comparison of two: the stated term that moved most."""
+    if len(records) != 2 or None in (records[0].stated, records[1].stated):
+        return ""
+    before, after = (dict(segments(record.stated)) for record in records)
+    changes = {name: after[name] - before[name] for name in before if name in after}
+    if not changes:
+        return ""
+    name = max(changes, key=lambda name: abs(changes[name]))
+    first, second = labels(*records)
+    return f"From {first} to {second}, {words(name)} changes most: {_difference(before[name], after[name])}."
+
+
+def _draw_ledger(bars, ink: str) -> Figure:
+    figure, axes = _axes(ink, 7.5, 1.7 + 0.72 * len(bars))
+    longest = max(max(bar.end, bar.budget_end or 0) for bar in bars)
+    limit = 1.18 * longest
+    used = {}
+    for row, bar in enumerate(bars):
+        left, place = 0.0, -0.025 * limit
+        for name, size in segments(bar.view):
+            colour, hatch = STYLE.get(name, STYLE["budget"])
+            axes.barh(row, size, 0.56, left, color=colour, hatch=hatch, edgecolor=ink, linewidth=0.7)
+            used[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=ink, linewidth=0.7, label=words(name))
+            # A number wider than its piece moves to the right of the one before it.
+            place = max(left + size / 2, place + 0.055 * limit)
+            axes.text(place, row - 0.31, f"{size:.2f}", ha="center", va="bottom", fontsize=9, color=ink)
+            left += size
+        _draw_headroom(axes, row, left, bar.view.headroom_gib, limit, ink)
+        if bar.budget_end is not None:
+            axes.plot([bar.budget_end] * 2, [row - 0.28, row + 0.4], color=ink, linewidth=2.2)
+    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    has_budget = any(bar.budget_end is not None for bar in bars)
+    xlabel = "GiB; a heavy line ends context and budget" if has_budget else "GiB"
+    axes.set(xlabel=xlabel, xlim=(0, limit), ylim=(len(bars) - 0.5, -0.62))
+    order = [name for name in TERMS if name in used]
+    figure.legend(
+        handles=[used[name] for name in order], loc="outside lower center", ncols=4, frameon=False, labelcolor=ink
+    )
+    return figure
+
+
+def _draw_headroom(axes, row: int, left: float, headroom, limit: float, ink: str) -> None:
+    """An outline of what stayed free; where it is longer than the picture, it runs off the edge."""
+    if headroom is None:
+        return
+    fits = left + headroom <= limit
+    axes.barh(row, headroom, 0.56, left, fill=False, edgecolor=ink, linestyle=":", linewidth=1.2, clip_on=True)
+    text = f"headroom\n{show_gib(headroom)}" + ("" if fits else " →")
+    axes.text(left + 0.01 * limit, row, text, ha="left", va="center", fontsize=8.5, color=ink)
+
+
+def ledger_table(*records: RunRecord) -> Table:
+    """Each term that is known, in GiB, with the difference.
+
+    Of one record the columns are its views, and the difference is stated less predicted. Of several the columns are
+    the records, and the difference is the last less the first.
+    """
+    if len(records) == 1:
+        columns = {view.view: view for view in views(records[0])}
+        lines = [(words(term), [view.term(term) for view in columns.values()]) for term in TERMS]
+        pair = [list(columns).index(name) for name in ("predicted", "stated")] if "predicted" in columns else []
+        if "stated" not in columns:
+            pair = []
+        names, first = list(columns), "term"
+        meaning = "difference: stated less predicted" if pair else ""
+    else:
+        names = labels(*records)
+        each = [{view.view: view for view in views(record)} for record in records]
+        lines = [
+            (f"{words(term)}, {view}", [ledgers[view].term(term) if view in ledgers else None for ledgers in each])
+            for view in ("predicted", "stated", "seen")
+            for term in TERMS
+        ]
+        pair, first = [0, len(records) - 1], "term and view"
+        meaning = "difference: the last less the first"
+    rows = []
+    for name, values in lines:
+        if all(value is None for value in values):
+            continue
+        cells = ["" if value is None else show_gib(value) for value in values]
+        if pair:
+            before, after = (values[index] for index in pair)
+            known = before is not None and after is not None
+            cells.append(_difference(before, after) if known else "")
+        rows.append((name, *cells))
+    header = (first, *names, *(["difference"] if pair else []))
+    memory = "Memory of one GPU" if any(record.machine.gpu for record in records) else "Host memory"
+    return Table(f"{memory} by term" + (f"; {meaning}" if meaning else ""), header, tuple(rows))
