@@ -1,0 +1,279 @@
+"""What the driver sees: NVML devices, who else is on them, and a sampler that watches memory over time.
+
+On vLLM's CPU backend the same sampler watches host memory instead: the process group's proportional share (PSS).
+"""
+
+import threading
+import time
+from dataclasses import dataclass
+
+import psutil
+
+from memlab.errors import MemlabError
+from memlab.record import Timeline
+from memlab.units import GIB
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU by NVML. ``index`` is NVML's, which is CUDA's under ``CUDA_DEVICE_ORDER=PCI_BUS_ID``."""
+
+    index: int
+    uuid: str
+    name: str
+    total_gib: float
+    reserved_gib: float | None
+    compute_capability: tuple[int, int]
+    driver: str
+    cuda: str
+    display_active: bool
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process that holds memory of a GPU; ``used_gib`` is None where the driver hides it (containers, WSL2)."""
+
+    pid: int
+    used_gib: float | None
+
+
+def _nvml():
+    """pynvml, initialised, or None where there is no NVIDIA driver."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+    except Exception:  # pynvml raises its own errors, and others where its library is broken
+        return None
+    return pynvml
+
+
+def devices() -> list[Device]:
+    """The GPUs of this machine, in NVML's order; empty without a driver."""
+    nvml = _nvml()
+    if nvml is None:
+        return []
+    driver = nvml.nvmlSystemGetDriverVersion()
+    cuda = nvml.nvmlSystemGetCudaDriverVersion_v2()
+    found = []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        found.append(
+            Device(
+                index=index,
+                uuid=nvml.nvmlDeviceGetUUID(handle),
+                name=nvml.nvmlDeviceGetName(handle),
+                total_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
+                reserved_gib=_optional(lambda h: nvml.nvmlDeviceGetMemoryInfo(h, 2).reserved / GIB, handle),
+                compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
+                driver=driver,
+                cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",
+                display_active=bool(_optional(nvml.nvmlDeviceGetDisplayActive, handle)),
+            )
+        )
+    return found
+
+
+def _optional(call, handle):
+    try:
+        return call(handle)
+    except Exception:  # not every driver and card answers every question
+        return None
+
+
+def used_gib(uuid: str) -> float:
+    """Memory in use on a GPU now, by whomever, the driver's own part included."""
+    nvml = _nvml()
+    return nvml.nvmlDeviceGetMemoryInfo(nvml.nvmlDeviceGetHandleByUUID(uuid)).used / GIB
+
+
+def processes(uuid: str) -> list[Process] | None:
+    """Who holds memory on a GPU; None where the driver does not show it."""
+    nvml = _nvml()
+    try:
+        running = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(uuid))
+    except Exception:
+        return None
+    return [Process(p.pid, p.usedGpuMemory / GIB if p.usedGpuMemory else None) for p in running]
+
+
+def foreign(uuid: str, own_pids: set[int] = frozenset()) -> list[Process] | None:
+    """The processes on a GPU that are not ours; None where the driver does not show them."""
+    running = processes(uuid)
+    return None if running is None else [process for process in running if process.pid not in own_pids]
+
+
+def link(uuids: list[str]) -> str:
+    """How GPUs are joined: ``nvlink`` if each has an active link, ``pcie`` otherwise, ``none`` for one GPU."""
+    nvml = _nvml()
+    if nvml is None or len(uuids) < 2:
+        return "none"
+
+    def has_nvlink(uuid: str) -> bool:
+        handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+        links = range(getattr(nvml, "NVML_NVLINK_MAX_LINKS", 18))
+        return any(_optional(lambda h, n=n: nvml.nvmlDeviceGetNvLinkState(h, n), handle) for n in links)
+
+    return "nvlink" if all(map(has_nvlink, uuids)) else "pcie"
+
+
+class Extremes:
+    """A series of any length in bounded memory that keeps every extreme.
+
+    Samples are gathered in buckets of equal count; of each, the lowest and the highest stay, with their times. When
+    there are too many buckets, neighbours are joined.
+    """
+
+    def __init__(self, buckets: int = 200):
+        if buckets < 2:
+            raise ValueError("at least two buckets are needed to keep an order in time")
+        self.limit = 2 * buckets
+        self.size = 1
+        self._done: list[tuple[tuple[float, float], tuple[float, float]]] = []
+        self._open: list[tuple[float, float]] = []
+        self.count = 0
+
+    def add(self, time_s: float, value: float) -> None:
+        self.count += 1
+        self._open.append((time_s, value))
+        if len(self._open) >= self.size:
+            self._close()
+            if len(self._done) >= self.limit:
+                pairs = zip(self._done[::2], self._done[1::2], strict=True)
+                self._done = [(min(a[0], b[0], key=_value), max(a[1], b[1], key=_value)) for a, b in pairs]
+                self.size *= 2
+
+    def _close(self) -> None:
+        self._done.append((min(self._open, key=_value), max(self._open, key=_value)))
+        self._open = []
+
+    def points(self) -> tuple[list[float], list[float]]:
+        """Times and values, in order, the extremes of each bucket once."""
+        buckets = self._done + ([(min(self._open, key=_value), max(self._open, key=_value))] if self._open else [])
+        found = sorted({point for pair in buckets for point in pair})
+        return [time_s for time_s, _ in found], [value for _, value in found]
+
+
+def _value(point: tuple[float, float]) -> float:
+    return point[1]
+
+
+class Sampler:
+    """Watches memory in a thread of its own: ``with Sampler(...) as sampler: ...; sampler.timelines()``.
+
+    ``read`` returns the memory in use of each rank, in GiB. It is called ``rate_hz`` times a second; the first call
+    of all, before anything starts, is the baseline, unless one is given. The clock starts at 0 with the sampler, or
+    at ``origin`` (``time.perf_counter``).
+    """
+
+    def __init__(
+        self,
+        read,
+        measure: str,
+        rate_hz: float,
+        baselines_gib: list[float] | None = None,
+        buckets: int = 200,
+        on_sample=None,
+    ):
+        self.read, self.measure, self.rate_hz = read, measure, rate_hz
+        self.baselines_gib = list(read()) if baselines_gib is None else baselines_gib
+        self.series = [Extremes(max(20, buckets // len(self.baselines_gib))) for _ in self.baselines_gib]
+        self.origin = time.perf_counter()
+        self.on_sample = on_sample
+        self.error: Exception | None = None
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="memory sampler", daemon=True)
+
+    def __enter__(self):
+        self.origin = time.perf_counter()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception):
+        self.stop()
+
+    def now(self) -> float:
+        """Seconds on the sampler's clock."""
+        return time.perf_counter() - self.origin
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _run(self) -> None:
+        period, due = 1 / self.rate_hz, time.perf_counter()
+        while not self._stop.is_set():
+            try:
+                self.sample()
+            except Exception as error:  # the run goes on, the record says that it was not watched to the end
+                self.error = error
+                return
+            due = max(due + period, time.perf_counter() - period)
+            self._stop.wait(max(0.0, due - time.perf_counter()))
+
+    def sample(self) -> None:
+        """One reading of all ranks."""
+        values = self.read()
+        at = self.now()
+        with self._lock:
+            for series, value, baseline in zip(self.series, values, self.baselines_gib, strict=True):
+                series.add(at, value - baseline)
+        if self.on_sample:
+            self.on_sample(at, values)
+
+    def timelines(self) -> list[Timeline]:
+        """One timeline a rank: times to the millisecond, memory to a tenth of a MiB."""
+        with self._lock:
+            seconds = max(self.now(), 1e-9)
+            found = []
+            for series in self.series:
+                times, values = series.points()
+                rate = round(series.count / max(times[-1], 1e-9), 1) if times else round(0 / seconds, 1)
+                rounded = [round(value, 4) for value in values]
+                found.append(Timeline(self.measure, rate, [round(t, 3) for t in times], rounded))
+            return found
+
+
+def watch_devices(uuids: list[str], rate_hz: float | None = None, **options) -> Sampler:
+    """A sampler of GPUs, named by UUID: 200 Hz for one, less for several (a reading of one takes about 0.1 ms).
+
+    Raises:
+        MemlabError: where a GPU is not there.
+    """
+    nvml = _nvml()
+    if nvml is None:
+        raise MemlabError("no NVIDIA driver answers: check nvidia-smi, or run on the CPU backend (MEMLAB_BACKEND=cpu)")
+    try:
+        handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+    except nvml.NVMLError as error:
+        raise MemlabError(f"a GPU is not there ({error}): `memlab preflight` lists them by UUID") from error
+
+    def read() -> list[float]:
+        return [nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB for handle in handles]
+
+    return Sampler(read, "device", rate_hz or max(50.0, 200.0 / len(uuids)), **options)
+
+
+def group_pss_gib(pids: list[int]) -> float:
+    """Host memory of some processes in GiB, shared pages shared out among those who map them (PSS).
+
+    Where the kernel does not tell PSS, private memory (USS, or RSS at worst) is summed instead.
+    """
+    total = 0
+    for pid in pids:
+        try:
+            with open(f"/proc/{pid}/smaps_rollup") as rollup:
+                total += next(int(line.split()[1]) for line in rollup if line.startswith("Pss:")) * 1024
+        except (OSError, StopIteration):
+            try:
+                total += psutil.Process(pid).memory_info().rss
+            except psutil.Error:
+                continue  # it ended meanwhile
+    return total / GIB
+
+
+def watch_host(pids, rate_hz: float = 20.0, **options) -> Sampler:
+    """A sampler of host memory: ``pids`` returns the processes to count, at each reading."""
+    return Sampler(lambda: [group_pss_gib(pids())], "host", rate_hz, baselines_gib=[0.0], **options)
