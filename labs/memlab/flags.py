@@ -149,7 +149,7 @@ def check(flags: ServeFlags, model_max_len: int | None = None) -> None:
     """
     utilization = flags.gpu_memory_utilization
     if utilization is not None and not 0 < utilization <= 1:
-        raise FlagError(f"gpu_memory_utilization {utilization} must be above 0 and at most 1: it is a share of the card")
+        raise FlagError(f"gpu_memory_utilization {utilization} is no share of the card: give more than 0 and at most 1")
     for name in ("max_num_batched_tokens", "max_num_seqs", "block_size", "tensor_parallel_size"):
         value = getattr(flags, name)
         if value is not None and value < 1:

@@ -22,7 +22,8 @@ SCHEMA = 1
 MAX_BYTES = 64 * 1024
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 
-Outcome = Literal["ok", "failed_to_start", "out_of_memory", "timed_out", "stopped"]
+# "died" is a server that ended while serving, for another reason than memory.
+Outcome = Literal["ok", "failed_to_start", "out_of_memory", "timed_out", "stopped", "died"]
 
 
 @dataclass(frozen=True)
@@ -122,7 +123,8 @@ class Series:
 
 @dataclass(frozen=True)
 class Latency:
-    """From ``vllm bench serve``; milliseconds. Percentiles by name (mean, p50, p90, p99)."""
+    """From ``vllm bench serve``. Summaries by name (mean, p50, p90, p99); ``ttft_samples_ms`` has a request each;
+    ``itl_quantiles_ms`` the 101 percentiles of all inter-token latencies, from the least to the most."""
 
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
@@ -134,6 +136,8 @@ class Latency:
     total_tokens_per_s: float
     input_tokens: int
     output_tokens: int
+    ttft_samples_ms: list[float] = field(default_factory=list)
+    itl_quantiles_ms: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -308,7 +312,7 @@ def from_dict(data: dict) -> RunRecord:
     """
     version = data.get("schema") if isinstance(data, dict) else None
     if version != SCHEMA:
-        raise RecordError(f"the record's schema is {version!r}, this memlab reads {SCHEMA}: update the one that is older")
+        raise RecordError(f"the record's schema is {version!r}, this memlab reads {SCHEMA}: update the older one")
     record = _parse_class(RunRecord, data, "record")
     validate(record)
     return record
@@ -363,7 +367,7 @@ def validate(record: RunRecord) -> None:
             for identity in ledger.identities():
                 need(
                     identity.holds,
-                    f"rank {number}, {view}: {identity.name}? {identity.left_gib:.3f} is not {identity.right_gib:.3f} GiB",
+                    f"rank {number}, {view}: {identity.name}? {identity.left_gib:.3f}, {identity.right_gib:.3f} GiB",
                 )
         line = rank.timeline
         if line is not None:
@@ -374,7 +378,7 @@ def validate(record: RunRecord) -> None:
                 highest = max(line.used_gib)
                 need(
                     abs(highest - rank.seen.peak_gib) < 0.001,
-                    f"rank {number}: the timeline's peak {highest:.3f} is not the ledger's {rank.seen.peak_gib:.3f} GiB",
+                    f"rank {number}: the peak is {highest:.3f} in the timeline, {rank.seen.peak_gib:.3f} in the ledger",
                 )
     starts = [phase.start_s for phase in record.phases]
     need(starts == sorted(starts), "the phases are out of order")
@@ -392,7 +396,7 @@ def dumps(record: RunRecord) -> str:
     text = re.sub(r"\[[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", "", match.group()), text) + "\n"
     size = len(text.encode())
     if size > MAX_BYTES:
-        raise RecordError(f"record {record.id} takes {size} bytes of at most {MAX_BYTES}: sample its series more coarsely")
+        raise RecordError(f"record {record.id} takes {size} bytes of at most {MAX_BYTES}: make its series coarser")
     return text
 
 
@@ -410,10 +414,11 @@ def write(record: RunRecord, folder: Path) -> Path:
         partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        partial.unlink(missing_ok=True) if folder.exists() else None
+        if folder.exists():
+            partial.unlink(missing_ok=True)
         raise RecordError(
-            f"the record could not be written to {folder} ({error.strerror}): make room or name another folder; the run "
-            "itself is not lost, write it again with record.write"
+            f"the record could not be written to {folder} ({error.strerror}): make room or name another folder. The "
+            "run itself is not lost: write it again with record.write"
         ) from error
     return path
 
@@ -519,7 +524,7 @@ def find(
         if machine in (None, record.machine.name) and (vllm is None or record.engine.vllm == vllm)
     ]
     if not pool:
-        raise RecordError(f"no run is recorded on {machine or 'any machine'}: run the lab live, or leave the machine out")
+        raise RecordError(f"no run is recorded on {machine or 'any machine'}: run the lab live")
     gaps = [(differences(record, lab, model, asked, traffic, card), record) for record in pool]
     matches = [record for gap, record in gaps if not gap]
     if matches:

@@ -27,10 +27,8 @@ def show_gib(size_gib: float, signed: bool = False) -> str:
     >>> show_gib(15.678), show_gib(0.0625), show_gib(-0.5, signed=True)
     ('15.68 GiB', '64 MiB', '−0.50 GiB')
     """
-    if 0 < abs(size_gib) < 0.1:
-        text = f"{abs(size_gib) * 1024:.0f} MiB"
-    else:
-        text = f"{abs(size_gib):.2f} GiB"
+    size = abs(size_gib)
+    text = f"{size * 1024:.0f} MiB" if 0 < size < 0.1 else f"{size:.2f} GiB"
     sign = "−" if size_gib < 0 else "+" if signed else ""
     return sign + text
 

