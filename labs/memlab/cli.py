@@ -1,0 +1,143 @@
+"""The command ``memlab``. Each subcommand imports what it needs, so that one without vLLM or NumPy still runs."""
+
+import argparse
+import json
+import os
+import sys
+from dataclasses import asdict
+from datetime import datetime
+from pathlib import Path
+
+from memlab.errors import MemlabError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run a subcommand; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="memlab", description="GPU memory in vLLM: run labs, read records.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    preflight = commands.add_parser("preflight", help="what this machine is and what it can run")
+    preflight.add_argument("--json", action="store_true")
+
+    run = commands.add_parser("run", help="run a lab headless, from top to bottom")
+    run.add_argument("lab", help="its number or name: 01, 01-ledger")
+    run.add_argument("--mode", choices=("auto", "live", "replay"), help="default: live where vLLM can run")
+    run.add_argument("-p", "--parameter", nargs=2, action="append", default=[], metavar=("NAME", "VALUE"))
+    run.add_argument("--keep", action="store_true", help="put the records into labs/records")
+    run.add_argument("--json", action="store_true")
+
+    records = commands.add_parser("records", help="list, check, keep recorded runs")
+    which = records.add_subparsers(dest="action", required=True, metavar="ACTION")
+    listing = which.add_parser("list", help="the records of the project")
+    listing.add_argument("--json", action="store_true")
+    checking = which.add_parser("check", help="hold files, or all records, to the schema and the ledger's identities")
+    checking.add_argument("files", nargs="*", type=Path)
+    keeping = which.add_parser("keep", help="promote live runs to labs/records, after a look for anything private")
+    keeping.add_argument("ids", nargs="+", help="ids under runs/, or files")
+    which.add_parser("schema", help="the schema as JSON Schema")
+
+    arguments = parser.parse_args(argv)
+    try:
+        return {"preflight": _preflight, "run": _run, "records": _records}[arguments.command](arguments)
+    except MemlabError as error:
+        print(f"memlab: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("memlab: stopped", file=sys.stderr)
+        return 130
+
+
+def _preflight(arguments) -> int:
+    from memlab import preflight
+
+    checks = preflight.checks()
+    if arguments.json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        for check in checks:
+            mark = {"ok": "ok  ", "warning": "note", "error": "STOP"}[check.level]
+            print(f"{mark}  {check.name}: {check.detail}" + (f". {check.fix}" if check.fix else ""))
+    return 1 if any(check.level == "error" for check in checks) else 0
+
+
+def _value(text: str):
+    """A parameter's value: JSON where it is JSON, else the text itself."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _run(arguments) -> int:
+    from memlab import lab, notebook, plots, record
+
+    source = notebook.find(arguments.lab)
+    stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
+    folder = lab.runs_folder() / f"{source.stem}-{stamp}"
+    output = folder / source.name
+    environment = {"MEMLAB_RUNS": str(folder)}
+    if arguments.mode:
+        environment["MEMLAB_MODE"] = arguments.mode
+    parameters = {name: _value(value) for name, value in arguments.parameter}
+    print(f"Running {source.stem}. Stop with Ctrl-C.", flush=True)
+    seconds = notebook.execute(source, output, parameters, environment)
+    paths = sorted(folder.rglob("run-*/*-r*.json"), key=lambda path: path.stat().st_mtime)
+    found = [record.read(path) for path in paths]
+    if arguments.keep:
+        paths = [lab.keep(path) for path in paths]
+    if arguments.json:
+        runs = [{"id": r.id, "outcome": r.outcome, "record": str(p)} for r, p in zip(found, paths, strict=True)]
+        print(json.dumps({"notebook": str(output), "seconds": round(seconds, 1), "runs": runs}, indent=1))
+        return 0
+    print()
+    if found:
+        print(plots.ledger_text(*found))
+    for one, path in zip(found, paths, strict=True):
+        print(f"\n{one.id}: {lab.summary(one)}\n  record    {_short(path)}")
+    print(f"\nnotebook    {_short(output)}\n{source.stem} took {seconds / 60:.1f} min")
+    return 0
+
+
+def _short(path: Path) -> str:
+    """A path as seen from here, where that is shorter."""
+    relative = os.path.relpath(path)
+    return str(path) if relative.startswith("..") else relative
+
+
+def _records(arguments) -> int:
+    from memlab import record
+
+    if arguments.action == "schema":
+        print(json.dumps(record.json_schema(), indent=1))
+    elif arguments.action == "list":
+        found = record.read_all()
+        if arguments.json:
+            print(json.dumps([record.to_dict(one) for one in found]))
+        else:
+            for one in found:
+                print(f"{one.id}  {one.lab}  {one.outcome}  {one.where()}")
+    elif arguments.action == "check":
+        paths = arguments.files or [p for p in record.RECORDS.rglob("*.json") if not p.name.endswith(".schema.json")]
+        for path in paths:
+            record.read(path)
+        print(f"{len(paths)} records hold")
+    else:
+        from memlab import lab
+
+        for name in arguments.ids:
+            print(f"kept as {_short(lab.keep(_live(name, lab.runs_folder())))}")
+    return 0
+
+
+def _live(name: str, runs: Path) -> Path:
+    """A live run's file by its id or path."""
+    if Path(name).is_file():
+        return Path(name)
+    matches = sorted(runs.rglob(f"{name}.json"))
+    if not matches:
+        raise MemlabError(f"no live run {name} under {runs}: `ls runs/*/run-*/*.json` shows what there is")
+    return matches[-1]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

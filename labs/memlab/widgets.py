@@ -1,0 +1,1 @@
+"""The panels of the labs (ipywidgets). (Their place.)"""
