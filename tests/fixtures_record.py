@@ -62,7 +62,7 @@ def cuda_record(
         "stated",
         total_gib=39.50,
         budget_gib=32.0,
-        context_gib=0.40,
+        weights_gib=15.00,
         consumed_gib=15.20,
         activation_gib=0.60,
         cuda_graphs_estimated_gib=estimated,

@@ -91,7 +91,7 @@ def _run(arguments) -> int:
         return 0
     print()
     if found:
-        print(plots.ledger_text(*found))
+        print(plots.ledger_table(*found))
     for one, path in zip(found, paths, strict=True):
         print(f"\n{one.id}: {lab.summary(one)}\n  record    {_short(path)}")
     print(f"\nnotebook    {_short(output)}\n{source.stem} took {seconds / 60:.1f} min")

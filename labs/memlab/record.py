@@ -258,12 +258,22 @@ def _parse_class(kind, value, where: str):
     unknown = sorted(set(value) - set(hints))
     if unknown:
         raise RecordError(f"{where}: unknown {', '.join(unknown)}")
+    missing = sorted(_required(kind) - set(value))
+    if missing:
+        raise RecordError(f"{where}: {', '.join(missing)} missing")
+    absent = {f.name: None for f in fields(kind) if f.default is f.default_factory}
+    given = {name: _parse(hints[name], element, f"{where}.{name}") for name, element in value.items()}
     try:
-        return kind(**{name: _parse(hints[name], element, f"{where}.{name}") for name, element in value.items()})
-    except TypeError as error:
-        raise RecordError(f"{where}: {error}") from error
+        return kind(**{**absent, **given})
     except ValueError as error:
         raise RecordError(f"{where}: {error}") from error
+
+
+def _required(kind) -> set[str]:
+    """The fields that a file must have: those with neither a default nor None among their values."""
+    hints = typing.get_type_hints(kind)
+    no_default = (f.name for f in fields(kind) if f.default is f.default_factory)
+    return {name for name in no_default if type(None) not in typing.get_args(hints[name])}
 
 
 def json_schema() -> dict:
@@ -284,12 +294,10 @@ def json_schema() -> dict:
             if kind.__name__ not in definitions:
                 definitions[kind.__name__] = {}
                 hints = typing.get_type_hints(kind)
-                default = fields(kind)
-                required = [f.name for f in default if f.default is f.default_factory]
                 definitions[kind.__name__] = {
                     "type": "object",
                     "additionalProperties": False,
-                    "required": required,
+                    "required": sorted(_required(kind)),
                     "properties": {name: of(hint) for name, hint in hints.items()},
                 }
             return {"$ref": f"#/$defs/{kind.__name__}"}
