@@ -152,11 +152,11 @@ def _caption(records, replayed: bool) -> str:
 def labels(*records: RunRecord) -> list[str]:
     """A short name for each record: what it does not share with the others."""
     facts = [_facts(record) for record in records]
-    names = [name for name in dict.fromkeys(name for fact in facts for name in fact)]
-    differing = [name for name in names if len({str(fact.get(name)) for fact in facts}) > 1]
+    names = [name for name in dict.fromkeys(name for each in facts for name in each)]
+    differing = [name for name in names if len({str(each.get(name)) for each in facts}) > 1]
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
-    return [", ".join(_fact(name, fact.get(name)) for name in differing) for fact in facts]
+    return [", ".join(fact(name, each.get(name)) for name in differing) for each in facts]
 
 
 def _facts(record: RunRecord) -> dict[str, object]:
@@ -169,11 +169,14 @@ def _facts(record: RunRecord) -> dict[str, object]:
     }
 
 
-def _fact(name: str, value) -> str:
+def fact(name: str, value) -> str:
+    """A flag and its value in a few words."""
     if name == "enforce_eager":
         return "eager" if value else "CUDA graphs"
     if name in ("model", "card"):
         return str(value)
+    if isinstance(value, bool):
+        return name if value else f"no {name}"
     return f"{name} {'unset' if value is None else value}"
 
 
@@ -423,18 +426,29 @@ def segments(view: MemoryLedger) -> list[tuple[str, float]]:
     return [(name, size) for name, size in found if size]
 
 
+def _context(record: RunRecord) -> float:
+    return next((view.context_gib for view in views(record) if view.context_gib is not None), 0.0)
+
+
 @dataclass(frozen=True)
 class _Bar:
+    """``context_gib`` is the record's: a bar whose view does not know it leaves that much room before it starts."""
+
     label: str
     view: MemoryLedger
+    context_gib: float
+
+    @property
+    def start(self) -> float:
+        return self.context_gib if self.view.context_gib is None else 0.0
 
     @property
     def end(self) -> float:
-        return sum(size for _, size in segments(self.view))
+        return self.start + sum(size for _, size in segments(self.view))
 
     @property
     def budget_end(self) -> float | None:
-        return None if self.view.budget_gib is None else (self.view.context_gib or 0) + self.view.budget_gib
+        return None if self.view.budget_gib is None else self.context_gib + self.view.budget_gib
 
 
 def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
@@ -444,7 +458,7 @@ def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
         ValueError: where no record holds a ledger.
     """
     bars = [
-        _Bar("\n".join(filter(None, [label, view.view])), view)
+        _Bar("\n".join(filter(None, [label, view.view])), view, _context(record))
         for record, label in zip(records, labels(*records), strict=True)
         for view in views(record)
     ]
@@ -492,7 +506,7 @@ def _draw_ledger(bars, ink: str) -> Figure:
     limit = 1.18 * longest
     used = {}
     for row, bar in enumerate(bars):
-        left, place = 0.0, -0.025 * limit
+        left, place = bar.start, -0.025 * limit
         for name, size in segments(bar.view):
             colour, hatch = STYLE.get(name, STYLE["budget"])
             axes.barh(row, size, 0.56, left, color=colour, hatch=hatch, edgecolor=ink, linewidth=0.7)

@@ -1,0 +1,332 @@
+"""Recorded runs in the pages: every measured number and figure comes from a record in labs/records/.
+
+    {record}`h200-eager kv.tokens`                             a value, linked to its record
+    {record}`h200-graphs kv.tokens - h200-eager kv.tokens`     a difference
+    ```{record-figure} ledger h200-eager h200-graphs           a function of memlab.plots, over records
+    ```
+    ```{recorded-runs}                                         the page that shows every record
+    ```
+
+A record goes by its id or by a name that book/records.yml gives it. One that is missing, or that lacks the key, is a
+warning, which fails the build.
+"""
+
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import yaml
+from docutils import nodes
+from sphinx import addnodes
+from sphinx.errors import ExtensionError
+from sphinx.transforms.post_transforms import SphinxPostTransform
+from sphinx.util import logging
+from sphinx.util.docutils import SphinxDirective, SphinxRole
+from sphinx.util.nodes import make_refnode
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+sys.path.insert(0, str(ROOT / "labs"))
+# The labs in the book replay recorded runs: building it never starts a server, whatever the environment asks for.
+os.environ["MEMLAB_MODE"] = "replay"
+
+from memlab import plots, record, units  # noqa: E402
+from memlab.errors import RecordError  # noqa: E402
+
+RECORDS = ROOT / "labs" / "records"
+ALIASES = ROOT / "book" / "records.yml"
+PAGE = "book/reference/recorded-runs"
+FIGURES = {"timeline": plots.timeline, "ledger": plots.ledger}
+VALUE = re.compile(r"(?P<id>\S+)\s+(?P<key>\S+)(?:\s+[-−]\s+(?P<id2>\S+)\s+(?P<key2>\S+))?")
+
+logger = logging.getLogger(__name__)
+
+
+class Library:
+    """The records, by id and by the names of book/records.yml."""
+
+    def __init__(self):
+        self.paths = sorted(path for path in RECORDS.rglob("*.json") if not path.name.endswith(".schema.json"))
+        by_path = {path: record.read(path) for path in self.paths}
+        self.records = {found.id: found for found in by_path.values()}
+        self.path_of = {found.id: path for path, found in by_path.items()}
+        self.aliases = yaml.safe_load(ALIASES.read_text(encoding="utf-8")) or {}
+
+    def find(self, name: str) -> record.RunRecord:
+        try:
+            return self.records[self.aliases.get(name, name)]
+        except KeyError:
+            raise RecordError(f"no recorded run {name!r}: see labs/records/ and book/records.yml") from None
+
+    def value(self, name: str, key: str):
+        """What a record holds under a dotted key, such as ``stated.kv_cache_gib`` or ``latency.ttft_ms.p50``."""
+        found = self.find(name)
+        for part in key.split("."):
+            if isinstance(found, dict):
+                found = found.get(part)
+            elif isinstance(found, list) and part.isdigit():
+                found = found[int(part)] if int(part) < len(found) else None
+            else:
+                found = getattr(found, part, None)
+        if found is None or callable(found):
+            raise RecordError(f"the recorded run {name!r} has no value under {key!r}")
+        return found
+
+
+def show(key: str, value, signed: bool = False) -> str:
+    """A value with its unit, which the key names."""
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if not isinstance(value, int | float):
+        return str(value)
+    if re.search(r"_gib\b", key):
+        return units.show_gib(value, signed)
+    sign = "−" if value < 0 else "+" if signed else ""
+    if re.search(r"_ms\b", key):
+        return sign + units.show_seconds(abs(value) / 1000)
+    if key.endswith("tokens_per_s"):
+        return f"{sign}{abs(value):,.0f} tokens/s"
+    if re.search(r"(_s|\bseconds)$", key):
+        return sign + units.show_seconds(abs(value))
+    if re.search(r"(tokens|max_model_len)$", key):
+        return sign + units.show_tokens(abs(round(value)))
+    return sign + (f"{abs(value):,}" if isinstance(value, int) else f"{abs(value):g}")
+
+
+def anchor(id: str) -> str:
+    return nodes.make_id(id)
+
+
+class RecordValue(SphinxRole):
+    def run(self):
+        match = VALUE.fullmatch(self.text.strip())
+        library = self.env.app.memlab_records
+        try:
+            if match is None:
+                raise RecordError(f"{self.text!r} is neither 'ID key' nor 'ID key - ID key'")
+            shown, runs = self.read(library, match)
+        except RecordError as error:
+            logger.warning("%s", error, location=self.get_location(), type="record")
+            return [nodes.problematic(self.rawtext, self.rawtext)], []
+        for found in runs:
+            self.env.note_dependency(str(library.path_of[found.id]))
+        where = " less ".join(f"{found.where()} ({found.id})" for found in runs)
+        link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=runs[0].id, reftitle=where)
+        link += nodes.inline("", shown, classes=["record-value"])
+        return [link], []
+
+    @staticmethod
+    def read(library: Library, match) -> tuple[str, list[record.RunRecord]]:
+        name, key, name2, key2 = match.group("id", "key", "id2", "key2")
+        value = library.value(name, key)
+        if name2 is None:
+            return show(key, value), [library.find(name)]
+        other = library.value(name2, key2)
+        if not all(isinstance(each, int | float) and not isinstance(each, bool) for each in (value, other)):
+            raise RecordError(f"{key} and {key2} have no difference: they are no numbers")
+        return show(key, value - other, signed=True), [library.find(name), library.find(name2)]
+
+
+def resolve_record(app, env, node, content):
+    """The link from a value to its record's section."""
+    if node.get("reftype") != "record":
+        return None
+    return make_refnode(app.builder, node["refdoc"], PAGE, anchor(node["reftarget"]), content, node["reftitle"])
+
+
+class record_plot(nodes.General, nodes.Element):
+    """A figure still to be drawn, for whichever builder asks."""
+
+
+class RecordFigure(SphinxDirective):
+    required_arguments = 1
+    optional_arguments = 9
+
+    def run(self):
+        function, *names = self.arguments
+        library = self.env.app.memlab_records
+        try:
+            if function not in FIGURES or not names:
+                raise RecordError(f"a record-figure is one of {', '.join(FIGURES)} and the records that it shows")
+            runs = [library.find(name) for name in names]
+            plot = FIGURES[function](*runs)
+        except (RecordError, ValueError) as error:
+            logger.warning("%s", error, location=self.get_location(), type="record")
+            return []
+        for found in runs:
+            self.env.note_dependency(str(library.path_of[found.id]))
+        return [record_plot("", function=function, runs=[found.id for found in runs], alt=plot.alt)]
+
+
+class DrawFigures(SphinxPostTransform):
+    """Inline SVG with its table for HTML; a picture with its alt text and caption for any other builder."""
+
+    default_priority = 9
+
+    def run(self, **kwargs):
+        for number, node in enumerate(list(self.document.findall(record_plot)), 1):
+            runs = [self.app.memlab_records.find(id) for id in node["runs"]]
+            plot = FIGURES[node["function"]](*runs)
+            node.replace_self(
+                self.html(plot, number) if self.app.builder.format == "html" else self.picture(plot, number)
+            )
+
+    def html(self, plot, number: int):
+        return nodes.raw("", plot.html(uid=f"figure-{number}"), format="html")
+
+    def picture(self, plot, number: int):
+        name = f"{self.env.docname.replace('/', '-')}-{number}.png"
+        path = Path(self.app.outdir) / "record-figures" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plot.save(path)
+        uri = os.path.relpath(path, self.app.srcdir)
+        self.env.images.add_file(self.env.docname, uri)
+        image = nodes.image(uri=uri, alt=plot.alt, candidates={"*": uri})
+        return nodes.figure("", image, nodes.caption("", plot.caption))
+
+
+# ---- the page of all records ----
+
+
+def table(header, rows, *classes: str) -> nodes.table:
+    """A table of text or of nodes; the first column heads its row."""
+    group = nodes.tgroup("", *(nodes.colspec(colwidth=1, stub=number == 0) for number in range(len(header))))
+    group["cols"] = len(header)
+    body = [nodes.row("", *(entry(cell) for cell in row)) for row in rows]
+    group += [nodes.thead("", nodes.row("", *(entry(cell) for cell in header))), nodes.tbody("", *body)]
+    return nodes.table("", group, classes=["memlab-table", *classes])
+
+
+def entry(cell) -> nodes.entry:
+    return nodes.entry("", cell if isinstance(cell, nodes.Node) else nodes.paragraph("", cell))
+
+
+def key_flags(run: record.RunRecord) -> str:
+    given = {name: value for name, value in run.flags.given.items() if name not in ("load_format", "seed", "extra")}
+    return ", ".join(plots.fact(name, value) for name, value in given.items())
+
+
+def title_of(run: record.RunRecord) -> str:
+    resolved = run.flags.resolved
+    parts = [run.model.name, f"vLLM {run.engine.vllm}"]
+    if run.machine.gpu:
+        parts.append(plots.fact("enforce_eager", run.flags.given.get("enforce_eager")))
+    if "max_num_batched_tokens" in resolved:
+        parts.append(f"{resolved['max_num_batched_tokens']} batched tokens")
+    return ", ".join(parts) + (f", repeat {run.repeat}" if run.repeat > 1 else "")
+
+
+class RecordedRuns(SphinxDirective):
+    def run(self):
+        library = self.env.app.memlab_records
+        self.env.note_dependency(str(ALIASES))
+        for path in library.paths:
+            self.env.note_dependency(str(path))
+        if not library.records:
+            return [nodes.paragraph("", "No run is recorded yet.")]
+        machines: dict[str, list[record.RunRecord]] = {}
+        for run in library.records.values():
+            machines.setdefault(run.machine.name, []).append(run)
+        found = [self.overview(machines)]
+        for name, runs in machines.items():
+            section = nodes.section(
+                "", nodes.title("", runs[0].machine.gpu or "CPU backend"), ids=[f"machine-{anchor(name)}"]
+            )
+            section += [self.section(run, library) for run in runs]
+            found.append(section)
+        return found
+
+    def overview(self, machines) -> nodes.table:
+        rows = []
+        for runs in machines.values():
+            for run in runs:
+                link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=run.id)
+                link += nodes.inline("", run.machine.gpu or "CPU backend")
+                peak = run.seen.peak_gib if run.seen else None
+                rows.append(
+                    (
+                        nodes.paragraph("", "", link),
+                        run.engine.vllm,
+                        run.model.name,
+                        key_flags(run),
+                        run.outcome.replace("_", " "),
+                        "" if peak is None else units.show_gib(peak),
+                    )
+                )
+        return table(("machine", "vLLM", "model", "flags given", "outcome", "peak"), rows)
+
+    def section(self, run: record.RunRecord, library: Library) -> nodes.section:
+        section = nodes.section("", nodes.title("", title_of(run)), ids=[anchor(run.id)])
+        if run.error:
+            section += nodes.paragraph("", f"Outcome: {run.outcome.replace('_', ' ')}. {run.error}")
+        ledger = plots.ledger_table(run)
+        if ledger.rows:
+            section += table(ledger.header, ledger.rows, "memlab-numbers")
+        section += self.command(run)
+        section += table(("", "this run"), self.facts(run))
+        if run.log:
+            text = "\n".join(run.log)
+            section += nodes.literal_block(text, text, language="text", classes=["memlab-log"])
+        file = "/" + library.path_of[run.id].relative_to(ROOT).as_posix()
+        download = addnodes.download_reference("", "", refdoc=self.env.docname, reftarget=file, reftype="download")
+        download += nodes.literal("", f"{run.id}.json")
+        section += nodes.paragraph("", "Download the record: ", download)
+        return section
+
+    @staticmethod
+    def command(run: record.RunRecord) -> nodes.literal_block:
+        """The command line with a flag a line, as a shell takes it."""
+        lines: list[list[str]] = [[]]
+        for word in shlex.split(run.served_flags.command(run.model.name)):
+            if word.startswith("--"):
+                lines.append([])
+            lines[-1].append(word)
+        text = " \\\n    ".join(map(shlex.join, lines))
+        return nodes.literal_block(text, text, language="bash")
+
+    def facts(self, run: record.RunRecord) -> list[tuple[str, str]]:
+        machine, engine = run.machine, run.engine
+        hardware = f"{machine.gpu_count} × {machine.gpu}" if machine.gpu else f"{machine.cpu_cores} CPU cores"
+        driver = [f"{name} {value}" for name, value in (("driver", machine.driver), ("CUDA", machine.cuda)) if value]
+        parts = [
+            ("hardware", ", ".join([hardware, *driver])),
+            ("memory", "" if machine.total_gib is None else units.show_gib(machine.total_gib)),
+            ("engine", f"vLLM {engine.vllm}, torch {engine.torch}, Python {engine.python}"),
+            ("runner and attention", ", ".join(filter(None, [engine.runner, engine.attention]))),
+            ("environment", ", ".join(f"{name}={value}" for name, value in engine.environment.items())),
+            ("emulated card", run.card or ""),
+            ("weights", run.model.load_format),
+            ("KV cache", units.show_tokens(run.kv.tokens) if run.kv and run.kv.tokens else ""),
+            ("traffic", self.traffic(run)),
+            ("recorded", f"{run.recorded_at}, repeat {run.repeat}"),
+            ("slowed by", ", ".join(run.instruments)),
+            ("id", run.id),
+        ]
+        return [(name, value) for name, value in parts if value]
+
+    @staticmethod
+    def traffic(run: record.RunRecord) -> str:
+        load = run.traffic
+        if load is None:
+            return ""
+        at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
+        return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}"
+
+
+def read_records(app) -> None:
+    try:
+        app.memlab_records = Library()
+    except RecordError as error:
+        raise ExtensionError(str(error)) from error
+
+
+def setup(app):
+    app.add_role("record", RecordValue())
+    app.add_directive("record-figure", RecordFigure)
+    app.add_directive("recorded-runs", RecordedRuns)
+    app.add_node(record_plot)
+    app.add_post_transform(DrawFigures)
+    app.connect("builder-inited", read_records)
+    app.connect("missing-reference", resolve_record)
+    return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}
