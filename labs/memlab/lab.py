@@ -282,10 +282,16 @@ class _LiveRun:
         self.kv = traffic.kv_cache(self.server.get("/metrics"))
         if self.traffic is None:
             return
-        self.server.mark("traffic")
+
+        def begin() -> None:
+            self.server.mark("traffic")
+
         with traffic.Scraper(self.server) as scraper:
-            self.latency = traffic.send(self.server, self.traffic, str(self.served), self.folder, self.seed, self.tick)
-        self.series = scraper.series()
+            self.latency = traffic.send(
+                self.server, self.traffic, str(self.served), self.folder, self.seed, self.tick, begin
+            )
+        started = [phase.start_s for phase in self.server.phases if phase.name == "traffic"]
+        self.series = scraper.series(started[0]) if started else None
         if self.latency is None:
             self.server.child.stop()
             self.outcome, self.error = self._why_it_ended("died")

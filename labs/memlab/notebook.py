@@ -80,11 +80,18 @@ class _CellOutputOnTheTerminal:
         self.logger = logging.getLogger("papermill")
         self.handler = logging.StreamHandler(sys.stdout)
         self.handler.setFormatter(logging.Formatter("%(message)s"))
-        self.handler.addFilter(lambda entry: not entry.getMessage().startswith(("Input Notebook", "Output Notebook")))
+        self.handler.addFilter(self._is_output)
         self.before = self.logger.level, self.logger.propagate
         self.logger.setLevel(logging.INFO)
         self.logger.propagate = False
         self.logger.addHandler(self.handler)
+
+    @staticmethod
+    def _is_output(entry: logging.LogRecord) -> bool:
+        about_papermill = ("Input Notebook", "Output Notebook", "Executing", "Ending Cell")
+        text = entry.getMessage().rstrip()
+        entry.msg, entry.args = text, ()
+        return bool(text) and not text.startswith(about_papermill)
 
     def __exit__(self, *exception):
         self.logger.removeHandler(self.handler)

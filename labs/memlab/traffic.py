@@ -18,10 +18,13 @@ from memlab.record import KVCache, Latency, Series, Traffic
 PERCENTILES = "50,90,99"
 
 
-def send(server, traffic: Traffic, model: str, folder: Path, seed: int = 0, tick=None) -> Latency | None:
+def send(
+    server, traffic: Traffic, model: str, folder: Path, seed: int = 0, tick=None, on_start=lambda: None
+) -> Latency | None:
     """Send ``traffic`` to a server with vLLM's own load generator and wait for the end.
 
-    Returns None where the server ended under it (the caller's log says why).
+    The generator takes some seconds to start; ``on_start`` is called when it begins to send. Returns None where the
+    server ended under it (the caller's log says why).
 
     Raises:
         TrafficError: where the load generator itself fails.
@@ -38,7 +41,12 @@ def send(server, traffic: Traffic, model: str, folder: Path, seed: int = 0, tick
     ]
     if traffic.concurrency:
         arguments += ["--max-concurrency", str(traffic.concurrency)]
-    bench = Child(arguments, folder / "bench.log", {"CUDA_VISIBLE_DEVICES": ""})
+
+    def watch(line: str) -> None:
+        if "Starting main benchmark run" in line:  # vllm/benchmarks/serve.py, 0.26 to 0.33
+            on_start()
+
+    bench = Child(arguments, folder / "bench.log", {"CUDA_VISIBLE_DEVICES": ""}, watch)
     try:
         start = time.perf_counter()
         while bench.poll() is None:
@@ -149,9 +157,11 @@ class Scraper:
                 self.rows, self.period = self.rows[::2], self.period * 2
             self._stop.wait(self.period)
 
-    def series(self) -> Series | None:
-        if not self.rows:
+    def series(self, since_s: float = 0.0) -> Series | None:
+        """What was seen from ``since_s`` on, on the server's clock; None where nothing was."""
+        rows = [(at, row) for at, row in self.rows if at >= since_s]
+        if not rows:
             return None
         columns = ("kv_cache_usage", "running", "waiting", "preemptions")
-        values = {name: [round(row.get(name, 0.0), 4) for _, row in self.rows] for name in columns}
-        return Series(time_s=[round(at, 2) for at, _ in self.rows], **values)
+        values = {name: [round(row.get(name, 0.0), 4) for _, row in rows] for name in columns}
+        return Series(time_s=[round(at, 2) for at, _ in rows], **values)

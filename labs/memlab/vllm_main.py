@@ -93,7 +93,8 @@ def main() -> None:
     vllm_main()
 
 
-_answer_for_the_cpu_distribution()  # also in the engine's own processes, which import this module again
+if __name__ in ("__main__", "__mp_main__"):  # the second in the engine's own processes
+    _answer_for_the_cpu_distribution()
 
 if __name__ == "__main__":
     main()
