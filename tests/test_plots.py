@@ -5,9 +5,10 @@ import itertools
 import re
 import xml.etree.ElementTree as ElementTree
 
-import fixtures_record as fixtures
 import numpy as np
 import pytest
+
+import fixtures_record as fixtures
 from memlab import plots
 from memlab.ledger import TERMS
 from memlab.units import show_gib

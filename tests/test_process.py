@@ -72,9 +72,7 @@ def parent(tmp_path: Path, then: str, **options) -> tuple[subprocess.Popen, list
     return started, found
 
 
-@pytest.mark.parametrize(
-    "end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["SIGKILL", "SIGTERM", "Ctrl-C"]
-)
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT], ids=["SIGKILL", "SIGTERM", "Ctrl-C"])
 def test_a_parent_that_is_killed_leaves_nothing_behind(tmp_path, end):
     started, pids = parent(tmp_path, "time.sleep(600)")
     started.send_signal(end)

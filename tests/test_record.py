@@ -10,8 +10,8 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from fixtures_record import all_records, cuda_record
 
+from fixtures_record import all_records, cuda_record
 from memlab import flags, record, vllm_main
 from memlab.errors import RecordError
 from memlab.flags import ServeFlags

@@ -1,0 +1,246 @@
+"""Real vLLM on the CPU backend: the lab from top to bottom, failures as results, and nothing left behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import nbformat
+import psutil
+import pytest
+from jupyter_client.manager import KernelManager
+
+from memlab import lab, notebook, record
+from memlab.errors import NotebookError, ServerError
+from memlab.flags import ServeFlags
+from memlab.record import Traffic
+from memlab.server import Server
+from memlab.units import GIB
+
+ROOT = Path(__file__).resolve().parent.parent
+LABS = ROOT / "labs"
+TINY = ServeFlags(kv_cache_memory_bytes=GIB, max_model_len=8192, enforce_eager=True)
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def vllm_processes() -> list[int]:
+    """Every process on this machine that runs vLLM through memlab."""
+    found = []
+    for process in psutil.process_iter(["cmdline", "environ"]):
+        line = " ".join(process.info["cmdline"] or ())
+        if "memlab.vllm_main" in line or "VLLM::" in line:
+            found.append(process.pid)
+    return found
+
+
+def wait_until(condition, seconds: float, what: str):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.2)
+
+
+@pytest.fixture(autouse=True)
+def _no_vllm_before_or_after():
+    assert vllm_processes() == []
+    yield
+    wait_until(lambda: vllm_processes() == [], 30, f"vLLM processes are left: {vllm_processes()}")
+
+
+@pytest.mark.live
+def test_lab_01_measures_real_vllm_and_the_flag_it_changes(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
+    output = tmp_path / "out.ipynb"
+    seconds = notebook.execute(notebook.find("01"), output, {"mode": "live"})
+    with capsys.disabled():
+        print(f"\nlab 01, live on the CPU backend: {seconds / 60:.1f} min")
+    paths = sorted(tmp_path.rglob("run-*/*.json"), key=lambda path: path.stat().st_mtime)
+    first, second = [record.read(path) for path in paths if path.name != "bench.json"]
+    assert (first.outcome, second.outcome) == ("ok", "ok")
+    assert first.engine.backend == "cpu"
+    assert first.machine.gpu is None
+    assert first.latency.completed == first.traffic.requests
+    assert first.kv.tokens == GIB // record.shapes.LAB_MODELS["tiny-llama"].kv_bytes_per_token()
+    assert second.kv.blocks == 2 * first.kv.blocks
+    assert second.stated.kv_cache_gib == pytest.approx(2 * first.stated.kv_cache_gib)
+    grown = second.seen.peak_gib - first.seen.peak_gib
+    assert grown == pytest.approx(1.0, abs=0.2), "the pool doubled, and host memory shows it"
+    names = [phase.name for phase in first.phases]
+    assert names[0] == "starting"
+    assert names.index("loading_weights") < names.index("ready") < names.index("traffic") < names.index("stopped")
+    for found in (first, second):
+        assert record.privacy_problems(record.dumps(found)) == []
+        assert found.memory_back.after_gib == 0
+    text = json.dumps(nbformat.read(output, as_version=4))
+    assert "host memory" in text
+    assert "device memory" not in text
+
+
+@pytest.mark.live
+def test_a_start_that_vllm_refuses_is_a_record_with_vllms_reason():
+    refused = TINY.with_(kv_cache_memory_bytes=8 << 20)
+    found = lab.run("tiny-llama", refused, mode="live", lab="test", on_phase=None)
+    assert found.outcome == "failed_to_start"
+    assert "max seq len (8192)" in found.error
+    assert found.seen.peak_gib > 0
+    assert found.log
+    assert record.read(next(lab.runs_folder().rglob(f"{found.id}.json"))) == found
+
+
+@pytest.mark.live
+def test_a_port_in_use_is_said_before_anything_starts(tmp_path):
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ServerError, match=f"port {port} is in use"):
+            Server("model", TINY, tmp_path, port=port).start()
+
+
+PARENT = """
+from pathlib import Path
+from memlab import models, shapes
+from memlab.flags import ServeFlags
+from memlab.server import Server
+import time
+folder = Path({folder!r})
+model = models.write("tiny-llama", shapes.LAB_MODELS["tiny-llama"], folder)
+flags = ServeFlags(kv_cache_memory_bytes=1 << 30, max_model_len=8192, enforce_eager=True, load_format="dummy")
+with Server(str(model), flags, folder) as server:
+    assert server.wait_until_ready()
+    print("ready", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.mark.live
+def test_a_killed_parent_takes_a_serving_vllm_with_it(tmp_path):
+    parent = subprocess.Popen(
+        [sys.executable, "-c", PARENT.format(folder=str(tmp_path))],
+        env={**os.environ, "PYTHONPATH": str(LABS)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert parent.stdout.readline().strip() == "ready"
+    assert len(vllm_processes()) >= 2, "an API server and an engine were expected"
+    parent.send_signal(signal.SIGKILL)
+    parent.wait()
+    wait_until(lambda: vllm_processes() == [], 30, f"left: {vllm_processes()}")
+
+
+@pytest.mark.live
+def test_a_kernels_interrupt_keeps_the_record_and_its_restart_leaves_nothing(tmp_path):
+    """The reader presses stop in the middle of a start, runs the cell again, and restarts the kernel."""
+    runs = tmp_path / "runs"
+    code = textwrap.dedent("""
+        from memlab import lab
+        from memlab.flags import ServeFlags
+        flags = ServeFlags(kv_cache_memory_bytes=1 << 30, max_model_len=8192, enforce_eager=True)
+        lab.run("tiny-llama", flags, mode="live", lab="test")
+    """)
+    manager = KernelManager(kernel_name="python3")
+    manager.start_kernel(cwd=str(LABS), env={**os.environ, "MEMLAB_RUNS": str(runs)})
+    client = manager.client()
+    client.start_channels()
+    try:
+        client.wait_for_ready(60)
+        client.execute(code)
+        wait_until(lambda: len(vllm_processes()) >= 1, 60, "no vLLM was started")
+        time.sleep(3)
+        manager.interrupt_kernel()
+        wait_until(lambda: vllm_processes() == [], 40, "the interrupt left vLLM")
+        wait_until(lambda: list(runs.glob("run-*/*-r1.json")), 20, "the interrupt lost the record")
+        kept = record.read(next(runs.glob("run-*/*-r1.json")))
+        assert kept.outcome == "stopped"
+        assert kept.ranks[0].timeline.used_gib, "what was measured until then is there"
+
+        client.execute(code)
+        wait_until(lambda: len(vllm_processes()) >= 1, 60, "no vLLM was started")
+        manager.restart_kernel(now=True)
+        wait_until(lambda: vllm_processes() == [], 40, "the restart left vLLM")
+    finally:
+        client.stop_channels()
+        manager.shutdown_kernel(now=True)
+
+
+# ---- errors that a front end hides ----
+
+
+def execute_cells(tmp_path, *cells: str) -> Path:
+    made = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    made.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    source = tmp_path / "99-test.ipynb"
+    nbformat.write(made, source)
+    notebook.execute(source, tmp_path / "out" / "99-test.ipynb")
+    return source
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [
+        "import ipywidgets as w\nout = w.Output()\nwith out:\n    1 / 0\nout",
+        "import ipywidgets as w\nw.interact(lambda x: 1 / 0, x=3);",
+        "import ipywidgets as w\nb = w.Button()\nout = w.Output()\n@out.capture()\ndef f(_): 1 / 0\n"
+        "b.on_click(f); b.click(); out",
+        "1 / 0",
+    ],
+    ids=["Output", "interact", "captured callback", "cell"],
+)
+def test_an_error_in_a_widget_fails_the_run(tmp_path, cell):
+    with pytest.raises(NotebookError, match="division"):
+        execute_cells(tmp_path, cell)
+    assert (tmp_path / "out" / "99-test.ipynb").exists(), "the notebook up to the error is lost"
+
+
+def test_widgets_that_work_do_not_fail_the_run(tmp_path):
+    execute_cells(tmp_path, "import ipywidgets as w\nout = w.Output()\nwith out:\n    print('fine')\nout")
+
+
+def test_an_unknown_lab_is_answered_with_the_labs_there_are():
+    with pytest.raises(NotebookError, match="01-ledger"):
+        notebook.find("77")
+
+
+# ---- replay ----
+
+
+def replay_without_vllm(tmp_path) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(ROOT / "tests" / "data" / "without_vllm"), str(LABS)])
+    command = [sys.executable, "-m", "memlab.cli", "run", "01"]
+    env = {**os.environ, "PYTHONPATH": path, "MEMLAB_RUNS": str(tmp_path)}
+    return subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.skipif(not list(record.RECORDS.rglob("h200/**/*.json")), reason="no record to replay")
+def test_lab_01_replays_where_vllm_is_not_installed(tmp_path):
+    done = replay_without_vllm(tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Replayed: runs recorded on NVIDIA H200" in done.stdout
+    executed = nbformat.read(next(tmp_path.rglob("01-ledger.ipynb")), as_version=4)
+    assert "H200" in json.dumps(executed), "a replay that does not name its hardware"
+
+
+def test_the_hidden_vllm_is_really_hidden(tmp_path):
+    path = os.pathsep.join([str(ROOT / "tests" / "data" / "without_vllm"), str(LABS)])
+    code = (
+        "from memlab import lab; print(lab.backend())\ntry:\n    import torch\nexcept ImportError:\n    print('none')"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["None", "none"], done.stderr
+
+
+def test_a_miss_in_replay_says_what_is_there(monkeypatch):
+    monkeypatch.setenv("MEMLAB_MODE", "replay")
+    if not record.read_all():
+        pytest.skip("no record yet")
+    with pytest.raises(Exception, match="The nearest is"):
+        lab.run("llama-3.1-8b", ServeFlags(max_num_seqs=3), Traffic(1, 1, 1), lab="01-ledger")
