@@ -13,10 +13,11 @@ import threading
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-import fixtures_record as fixtures
 import pytest
 import yaml
 from bs4 import BeautifulSoup
+
+import fixtures_record as fixtures
 from memlab import record, units
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -34,7 +35,7 @@ sys.addaudithook(hook)
 
 
 def jupyter_book(source: Path, out: Path, *options: str, **variables: str) -> subprocess.CompletedProcess:
-    command = [sys.executable, "-m", "jupyter_book.cli.main", "build", source, "--path-output", out]
+    command = [Path(sys.executable).with_name("jupyter-book"), "build", source, "--path-output", out]
     command += ["--all", "-n", "-W", "--keep-going", *options]
     environment = {**os.environ, **variables}
     return subprocess.run(list(map(str, command)), env=environment, capture_output=True, text=True, timeout=500)

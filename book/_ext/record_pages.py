@@ -264,7 +264,7 @@ class RecordedRuns(SphinxDirective):
         if ledger.rows:
             section += table(ledger.header, ledger.rows, "memlab-numbers")
         section += self.command(run)
-        section += table(("", "this run"), self.facts(run))
+        section += table(("of this run", "value"), self.facts(run))
         if run.log:
             text = "\n".join(run.log)
             section += nodes.literal_block(text, text, language="text", classes=["memlab-log"])
