@@ -72,7 +72,7 @@ def test_the_step_is_no_larger_than_all_requests_together():
 
 def test_nothing_in_a_flag_reaches_a_shell_unquoted():
     command = ServeFlags(extra=("--served-model-name", "$(rm -rf ~); `id`")).command("a model; id")
-    assert shlex.split(command) == [
+    assert shlex.split(command.replace("\\\n", " ")) == [
         "vllm", "serve", "a model; id", "--served-model-name", "$(rm -rf ~); `id`",
     ]  # fmt: skip
 

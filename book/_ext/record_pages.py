@@ -13,7 +13,6 @@ warning, which fails the build.
 
 import os
 import re
-import shlex
 import sys
 from pathlib import Path
 
@@ -276,13 +275,7 @@ class RecordedRuns(SphinxDirective):
 
     @staticmethod
     def command(run: record.RunRecord) -> nodes.literal_block:
-        """The command line with a flag a line, as a shell takes it."""
-        lines: list[list[str]] = [[]]
-        for word in shlex.split(run.served_flags.command(run.model.name)):
-            if word.startswith("--"):
-                lines.append([])
-            lines[-1].append(word)
-        text = " \\\n    ".join(map(shlex.join, lines))
+        text = run.served_flags.command(run.model.name)
         return nodes.literal_block(text, text, language="bash")
 
     def facts(self, run: record.RunRecord) -> list[tuple[str, str]]:

@@ -75,8 +75,13 @@ class ServeFlags:
         return args + list(self.extra)
 
     def command(self, model: str) -> str:
-        """The command line that a reader can paste into a shell."""
-        return shlex.join(["vllm", "serve", model, *self.to_args()])
+        """The command line that a reader can paste into a shell, a flag a line."""
+        lines = [["vllm", "serve", model]]
+        for word in self.to_args():
+            if word.startswith("--"):
+                lines.append([])
+            lines[-1].append(word)
+        return " \\\n    ".join(map(shlex.join, lines))
 
     @property
     def world_size(self) -> int:
