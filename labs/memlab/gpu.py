@@ -64,7 +64,9 @@ def devices() -> list[Device]:
                 uuid=nvml.nvmlDeviceGetUUID(handle),
                 name=nvml.nvmlDeviceGetName(handle),
                 total_gib=nvml.nvmlDeviceGetMemoryInfo(handle).total / GIB,
-                reserved_gib=_optional(lambda h: nvml.nvmlDeviceGetMemoryInfo(h, 2).reserved / GIB, handle),
+                reserved_gib=_optional(
+                    lambda h: nvml.nvmlDeviceGetMemoryInfo(h, nvml.nvmlMemory_v2).reserved / GIB, handle
+                ),
                 compute_capability=tuple(nvml.nvmlDeviceGetCudaComputeCapability(handle)),
                 driver=driver,
                 cuda=f"{cuda // 1000}.{cuda % 1000 // 10}",

@@ -14,16 +14,16 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from memlab import gpu, models, record, traffic, vllm_log, vllm_main
+from memlab import gpu, models, record, server, traffic, vllm_log, vllm_main
 from memlab.errors import MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger
 from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
-from memlab.server import Server
 from memlab.units import GIB, show_gib, show_seconds
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_MACHINE = "h200"  # what a reader without a GPU sees
+IMPERSONAL = {"root", "user", "ubuntu", "debian", "admin", "runner", "localhost"}  # names that name nobody
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 
 
@@ -240,8 +240,8 @@ class _LiveRun:
             flags = flags.with_(load_format=load_format)
         self.flags = flags
         local = {"HF_HUB_OFFLINE": "1"} if self.shape else {}
-        env = {"VLLM_NO_USAGE_STATS": "1", **local}
-        self.server = Server(
+        env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": server.HOST, **local}
+        self.server = server.Server(
             str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase
         )
         self.latency = self.kv = self.series = self.back = self.error = None
@@ -299,14 +299,12 @@ class _LiveRun:
     def _why_it_ended(self, otherwise: str) -> tuple[str, str]:
         """The outcome and the decisive line, from the log's events and the exit code."""
         code = self.server.child.poll()
-        errors = [event for event in self.server.events if vllm_log.is_error(event)]
-        memory = [event for event in errors if vllm_log.is_out_of_memory(event)]
-        if memory:
-            return "out_of_memory", vllm_log.scrub(memory[0].text)
+        error = decisive_error(self.server.events)
+        if error is not None:
+            memory = vllm_log.is_out_of_memory(error)
+            return "out_of_memory" if memory else otherwise, vllm_log.scrub(error.text)
         if code == 137:
             return "out_of_memory", "killed with SIGKILL, as the kernel does when the host's memory runs out"
-        if errors:
-            return otherwise, vllm_log.scrub(errors[0].text)
         tail = self._tail()
         return otherwise, f"ended with code {code}; last lines: {tail}"
 
@@ -318,7 +316,7 @@ class _LiveRun:
         return vllm_log.scrub(" | ".join(text.splitlines()[-lines:]))[-1500:]
 
     def _record(self, sampler) -> RunRecord:
-        events, server = self.server.events, self.server
+        events = self.server.events
         machine = self.place.machine if not self.devices else this_machine("cuda", self.devices)
         timelines = sampler.timelines()
         names = vllm_log.ranks(events) or [None]
@@ -344,13 +342,13 @@ class _LiveRun:
             machine=machine,
             engine=engine,
             model=self._model(),
-            flags=Flags(given, server.resolved),
+            flags=Flags(given, self.server.resolved),
             outcome=self.outcome,
             ranks=ranks,
             repeat=repeat,
             seed=self.seed,
             traffic=self.traffic,
-            phases=server.phases,
+            phases=self.server.phases,
             series=self.series,
             latency=self.latency,
             kv=self.kv,
@@ -418,6 +416,16 @@ class _LiveRun:
         return Model(self.model, self.flags.load_format, config, self.shape.parameters())
 
 
+def decisive_error(events) -> vllm_log.Event | None:
+    """The error that explains an end best: memory that ran out, then what vLLM counted and refused, then the rest."""
+    errors = [event for event in events if vllm_log.is_error(event)]
+
+    def order(event):
+        return (not vllm_log.is_out_of_memory(event), event.kind not in vllm_log.DOES_NOT_FIT, event.line_number)
+
+    return min(errors, key=order, default=None)
+
+
 def next_repeat(stem: str) -> int:
     """One more than the highest repeat of these settings among live and kept runs."""
     taken = [
@@ -439,7 +447,8 @@ def keep(path: Path, folder: Path = RECORDS) -> Path:
     import socket
 
     found = record.read(path)
-    problems = record.privacy_problems(record.dumps(found), (socket.gethostname(), getpass.getuser()))
+    names = {socket.gethostname(), getpass.getuser()} - IMPERSONAL
+    problems = record.privacy_problems(record.dumps(found), tuple(names))
     if problems:
         raise RecordError(f"{path.name} holds what must not be published: {'; '.join(sorted(set(problems)))}")
     return record.write(found, folder / found.machine.name / found.lab)
