@@ -224,7 +224,7 @@ def _made(folder: Path) -> Path:
 def _replay(model, flags, traffic, card, lab, on_phase) -> RunRecord:
     found = record.find(record.read_all(), lab, model, flags, traffic, card)[0]
     if on_phase:
-        print(f"Replayed, recorded {found.recorded_at[:10]}: {found.where()}", flush=True)
+        print(f"Replayed: {found.where()}", flush=True)
     return found
 
 
