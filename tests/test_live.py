@@ -161,6 +161,8 @@ def test_a_kernels_interrupt_keeps_the_record_and_its_restart_leaves_nothing(tmp
         assert kept.outcome == "stopped"
         assert kept.ranks[0].timeline.used_gib, "what was measured until then is there"
 
+        reply = client.get_shell_msg(timeout=60)["content"]
+        assert reply["ename"] == "KeyboardInterrupt", "the cell ends as an interrupted cell does"
         client.execute(code)
         wait_until(lambda: len(vllm_processes()) >= 1, 60, "no vLLM was started")
         manager.restart_kernel(now=True)

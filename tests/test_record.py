@@ -45,7 +45,7 @@ def test_a_committed_record_holds(path):
 @pytest.mark.parametrize("path", COMMITTED, ids=lambda path: path.stem)
 def test_our_rule_for_vllms_defaults_is_what_vllm_resolved(path):
     found = record.read(path)
-    context = (found.machine, found.engine.backend, found.engine.vllm, record.model_max_len(found))
+    context = (found.machine, found.engine.backend, found.engine.vllm, record.model_max_len(found), found.card)
     ours = record.memory_flags(found.served_flags, *context)
     for name in ("max_model_len", "max_num_batched_tokens", "max_num_seqs", "enable_chunked_prefill"):
         if name in found.flags.resolved:
@@ -207,8 +207,8 @@ def test_a_pool_given_in_bytes_owes_the_budget_nothing():
 # ---- the library's first rule: the plain half needs nothing installed ----
 
 PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "doctor", "record")
-ORDER = (*PLAIN, "gpu", "supervisor", "vllm_main", "models", "process", "server", "traffic", "lab", "preflight",
-         "notebook", "plots", "widgets", "cli")  # fmt: skip
+ORDER = (*PLAIN, "gpu", "supervisor", "ballast", "vllm_main", "models", "process", "server", "traffic", "lab",
+         "sweep", "preflight", "notebook", "plots", "widgets", "cli")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from memlab.errors import MemlabError
+from memlab.flags import ServeFlags
 
 
 @dataclass(frozen=True)
@@ -15,10 +16,12 @@ class Card:
     nvml_total_gib: float | None = None
     source: str = ""
 
-    @property
-    def flash_attention_3(self) -> bool:
-        """FlashAttention 3 runs on compute capability 9.0 alone."""
-        return self.compute_capability[0] == 9
+    def refuses(self, flags: ServeFlags) -> str | None:
+        """Why this card cannot do what ``flags`` ask for, or None. An emulation must refuse it too."""
+        if (flags.kv_cache_dtype or "auto").startswith("fp8") and self.compute_capability < (8, 9):
+            capability = ".".join(map(str, self.compute_capability))
+            return f"{self.name} (compute capability {capability}) has no fp8: use kv_cache_dtype auto"
+        return None
 
 
 # total_gib as vLLM or PyTorch printed it on that card; the source says where.

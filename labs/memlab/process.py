@@ -122,17 +122,15 @@ class Child:
             self._supervisor.kill()
         finally:
             os.close(self._pipe)
-            _kill(left)
+            if self._supervisor.poll() is None or self._supervisor.returncode < 0:
+                self._kill(left)
             _alive.discard(self)
 
-
-def _kill(pids: list[int]) -> None:
-    """What a supervisor that was itself killed could not end."""
-    for pid in pids:
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
+    def _kill(self, pids: list[int]) -> None:
+        """What a supervisor that was itself killed could not end: the group, and what was seen below it."""
+        for send, target in [(os.killpg, self.pid), *((os.kill, pid) for pid in pids)]:
+            with contextlib.suppress(ProcessLookupError, PermissionError, TypeError):
+                send(target, signal.SIGKILL)
 
 
 @atexit.register

@@ -458,14 +458,30 @@ def read_all(folder: Path = RECORDS) -> list[RunRecord]:
 # ---- what a replay looks for ----
 
 
-def memory_flags(asked: flags.ServeFlags, machine: Machine, backend: str, vllm: str, model_max_len: int) -> dict:
-    """The flags that decide memory, as vLLM would fill them in on ``machine``; equal dictionaries, equal memory."""
+def resolve(
+    asked: flags.ServeFlags, machine: Machine, backend: str, vllm: str, model_max_len: int, card: str | None = None
+) -> flags.ServeFlags:
+    """``asked`` with the scheduler's flags as vLLM fills them in on ``machine``, or on the card that it plays."""
     if backend == "cpu":
-        tokens, seqs = cards.cpu_batch_defaults(asked.world_size)
+        defaults = cards.cpu_batch_defaults(asked.world_size)
     else:
-        version = tuple(int(part) for part in vllm.split(".")[:2])
-        tokens, seqs = cards.batch_defaults(machine.total_gib or 0, machine.gpu or "", version)
-    resolved = flags.resolve(asked, tokens, seqs, model_max_len).set()
+        played = cards.find(card) if card else None
+        total, name = (played.total_gib, played.name) if played else (machine.total_gib or 0, machine.gpu or "")
+        defaults = cards.batch_defaults(total, name, version_of(vllm))
+    return flags.resolve(asked, *defaults, model_max_len)
+
+
+def version_of(vllm: str) -> tuple[int, int]:
+    """(0, 33) of ``0.33.0``."""
+    major, minor = vllm.split(".")[:2]
+    return int(major), int(minor)
+
+
+def memory_flags(
+    asked: flags.ServeFlags, machine: Machine, backend: str, vllm: str, model_max_len: int, card: str | None = None
+) -> dict:
+    """The flags that decide memory, as vLLM would fill them in; equal dictionaries, equal memory."""
+    resolved = resolve(asked, machine, backend, vllm, model_max_len, card).set()
     defaults = {
         "gpu_memory_utilization": 0.92,
         "kv_cache_dtype": "auto",
@@ -495,7 +511,7 @@ def differences(record: RunRecord, lab: str, model: str, asked: flags.ServeFlags
         if wanted != recorded:
             found[name] = (wanted, recorded)
     length = model_max_len(record)
-    context = (record.machine, record.engine.backend, record.engine.vllm, length)
+    context = (record.machine, record.engine.backend, record.engine.vllm, length, record.card)
     wanted, recorded = memory_flags(asked, *context), memory_flags(record.served_flags, *context)
     for name in sorted(set(wanted) | set(recorded)):
         if wanted.get(name) != recorded.get(name):

@@ -1,0 +1,160 @@
+"""Many runs: on all idle GPUs at once, one run a GPU; what is recorded already is not run again."""
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from memlab import gpu, lab, process, record
+from memlab.errors import MemlabError
+from memlab.flags import ServeFlags
+from memlab.record import RunRecord, Traffic
+from memlab.units import show_seconds
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of a sweep. ``seconds`` is the estimate of one run; ``repeats`` how many are wanted."""
+
+    model: str
+    flags: ServeFlags
+    traffic: Traffic | None = None
+    card: str | None = None
+    lab: str = "sweep"
+    repeats: int = 1
+    seconds: float = 90.0
+
+    def __str__(self) -> str:
+        flags = " ".join(f"{name}={value}" for name, value in self.flags.set().items())
+        played = f" on {self.card}" if self.card else ""
+        return f"{self.model}{played} {flags}"
+
+
+def from_dict(data: dict) -> Setting:
+    """A setting from a grid file's entry.
+
+    Raises:
+        MemlabError: for a key that a setting does not have.
+    """
+    try:
+        traffic = Traffic(**data["traffic"]) if data.get("traffic") else None
+        return Setting(**{**data, "flags": ServeFlags(**data.get("flags", {})), "traffic": traffic})
+    except TypeError as error:
+        raise MemlabError(f"no setting: {data} ({error})") from error
+
+
+def recorded(setting: Setting, known: Iterable[RunRecord], machine: str, vllm: str) -> list[RunRecord]:
+    """The runs of a setting among ``known``, of one machine and version."""
+    return [
+        found
+        for found in known
+        if (found.machine.name, found.engine.vllm) == (machine, vllm)
+        and found.outcome != "stopped"
+        and not record.differences(found, setting.lab, setting.model, setting.flags, setting.traffic, setting.card)
+    ]
+
+
+def known_runs() -> list[RunRecord]:
+    """Kept records and this machine's live runs, each once."""
+    live = [record.read(path) for path in lab.runs_folder().rglob("run-*/*-r[0-9]*.json")]
+    return list({found.id: found for found in [*record.read_all(), *live]}.values())
+
+
+def sweep(
+    settings: list[Setting],
+    mode: str = "auto",
+    budget_s: float | None = None,
+    say: Callable[[str], None] = print,
+    on_record: Callable[[RunRecord], None] = lambda found: None,
+) -> list[RunRecord]:
+    """Run every setting as often as it wants, in order; returns the runs that there are, old and new.
+
+    Run again, it goes on where it was stopped. A setting that fails is a record like any other.
+
+    Args:
+        settings: by priority.
+        mode: auto, live or replay.
+        budget_s: do not begin a run whose estimate ends later than this.
+        say: gets a line as each run ends, with the time left.
+        on_record: gets each new record, in the thread that made it.
+    """
+    place = lab.here(mode)
+    if place.replayed:
+        return [lab.run(s.model, s.flags, s.traffic, s.card, "replay", lab=s.lab, on_phase=None) for s in settings]
+    work = _Work(settings, place, budget_s, say, on_record)
+    return work.run()
+
+
+class _Work:
+    def __init__(self, settings, place, budget_s, say, on_record):
+        self.place, self.budget_s, self.say, self.on_record = place, budget_s, say, on_record
+        vllm = lab.vllm_version()
+        known = known_runs()
+        self.found: list[RunRecord] = []
+        self.todo: queue.SimpleQueue[Setting] = queue.SimpleQueue()
+        self.left_s = 0.0
+        for setting in settings:
+            there = recorded(setting, known, place.machine.name, vllm)[: setting.repeats]
+            self.found += there
+            for _ in range(setting.repeats - len(there)):
+                self.todo.put(setting)
+                self.left_s += setting.seconds
+        self.start, self.stopping = time.perf_counter(), False
+        self.lock = threading.Lock()
+        self.errors: list[Exception] = []
+
+    def run(self) -> list[RunRecord]:
+        uuids = [device.uuid for device in gpu.devices()] if self.place.backend == "cuda" else [None]
+        workers = [threading.Thread(target=self._worker, args=(uuid, len(uuids)), daemon=True) for uuid in uuids]
+        for worker in workers:
+            worker.start()
+        try:
+            while any(worker.is_alive() for worker in workers):
+                for worker in workers:
+                    worker.join(0.2)
+        except KeyboardInterrupt:
+            self.stopping = True
+            process.stop_all()
+            for worker in workers:
+                worker.join(60)
+            raise
+        if self.errors:
+            raise self.errors[0]
+        return self.found
+
+    def _worker(self, uuid: str | None, workers: int) -> None:
+        while not self.stopping:
+            try:
+                setting = self.todo.get_nowait()
+            except queue.Empty:
+                return
+            elapsed = time.perf_counter() - self.start
+            if self.budget_s is not None and elapsed + setting.seconds > self.budget_s:
+                self.say(f"skipped for time: {setting}")
+                continue
+            try:
+                self._one(setting, uuid, workers)
+            except Exception as error:  # one setting's failure must not end the others' runs
+                self.errors.append(error)
+                self.say(f"failed: {setting}: {error}")
+
+    def _one(self, setting: Setting, uuid: str | None, workers: int) -> None:
+        before = time.perf_counter()
+        found = lab.run(
+            setting.model,
+            setting.flags,
+            setting.traffic,
+            setting.card,
+            "live",
+            lab=setting.lab,
+            gpus=[uuid] if uuid else None,
+            on_phase=None,
+        )
+        with self.lock:
+            self.found.append(found)
+            self.left_s -= setting.seconds
+        self.on_record(found)
+        took = show_seconds(time.perf_counter() - before)
+        left = show_seconds(max(0.0, self.left_s / workers))
+        self.say(f"{found.id}: {lab.summary(found)}; took {took}, about {left} left")

@@ -1,0 +1,125 @@
+"""Prediction against records, the ballast, and sweeps that go on where they stopped."""
+
+import pytest
+
+from fixtures_record import cuda_record
+from memlab import ballast, cards, lab, ledger, record, sweep
+from memlab.errors import FlagError, MemlabError
+from memlab.flags import ServeFlags
+from memlab.units import GIB, MIB
+
+RECORDED = [found for found in record.read_all() if found.prediction and found.stated and found.stated.budget_gib]
+
+
+@pytest.mark.parametrize("found", RECORDED, ids=lambda found: found.id)
+def test_what_was_predicted_before_the_start_is_near_what_vllm_stated(found):
+    """The pool within half a GiB, on every recorded start, whichever the model."""
+    predicted = found.prediction["ledger"]
+    assert predicted["kv_cache_gib"] == pytest.approx(found.stated.kv_cache_gib, abs=0.5)
+    assert predicted["weights_gib"] == pytest.approx(found.stated.weights_gib, rel=0.01)
+
+
+def predicted(**flags) -> ledger.Prediction:
+    asked = ServeFlags(gpu_memory_utilization=0.25, max_model_len=32768, enforce_eager=True).with_(**flags)
+    resolved = record.flags.resolve(asked, 8192, 1024, 131072)
+    return ledger.predict(record.shapes.LAB_MODELS["llama-3.1-8b"], 139.8, resolved)
+
+
+def test_a_prediction_fills_its_own_budget():
+    for flags in ({}, {"enforce_eager": False}, {"max_num_seqs": 64}, {"kv_cache_dtype": "fp8"}):
+        (identity,) = predicted(**flags).ledger.identities()
+        assert identity.holds
+
+
+def test_each_flag_moves_the_term_it_should():
+    base = predicted().ledger
+    assert predicted(max_num_seqs=64).ledger.consumed_gib < base.consumed_gib
+    assert predicted(max_num_batched_tokens=32768).ledger.activation_gib > 3 * base.activation_gib
+    assert predicted(enforce_eager=False).ledger.kv_cache_gib < base.kv_cache_gib
+    assert predicted(kv_cache_dtype="fp8").kv_tokens == pytest.approx(2 * predicted().kv_tokens, rel=0.001)
+    assert predicted(max_model_len=16384).ledger.weights_gib == base.weights_gib
+
+
+# ---- a smaller card ----
+
+
+class FakeDriver:
+    def __init__(self, free_bytes: int):
+        self.free = free_bytes
+
+    def free_bytes(self) -> int:
+        return self.free
+
+    def take(self, size_bytes: int) -> None:
+        assert size_bytes % ballast.GRAIN == 0
+        self.free -= size_bytes
+
+
+def test_the_ballast_leaves_what_the_smaller_card_would_have_free():
+    driver = FakeDriver(139 * GIB + 3 * MIB)
+    held = ballast.hold(driver, round(23.58 * GIB))
+    assert 0 <= driver.free - 23.58 * GIB < ballast.GRAIN
+    assert held + driver.free == 139 * GIB + 3 * MIB
+
+
+def test_a_gpu_with_less_free_than_the_smaller_card_is_refused():
+    with pytest.raises(ballast.CudaError, match="only 10.00 GiB"):
+        ballast.hold(FakeDriver(10 * GIB), 20 * GIB)
+
+
+def test_an_emulated_card_refuses_what_the_real_one_cannot_do():
+    place = lab.Here("live", "cuda", cuda_record().machine)
+    with pytest.raises(FlagError, match="no fp8"):
+        lab._check_emulation(place, cards.find("3090"), ServeFlags(kv_cache_dtype="fp8"))
+    with pytest.raises(MemlabError, match="too small"):
+        lab._check_emulation(place, cards.find("5090").__class__("Big", 200.0, (9, 0)), ServeFlags())
+
+
+# ---- sweeps ----
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """A machine whose runs are made up: what is run is noted, and becomes a record."""
+    made: list[record.RunRecord] = []
+
+    def run(model, flags, traffic, card, mode, *, lab, gpus, on_phase):
+        if flags.max_num_seqs == 13:
+            raise MemlabError("no luck")
+        found = cuda_record(f"synthetic-{len(made)}", lab=lab, flags=record.Flags(flags.set(), {}), traffic=traffic)
+        made.append(found)
+        return found
+
+    monkeypatch.setattr(sweep.lab, "here", lambda mode: lab.Here("live", "cpu", cuda_record().machine))
+    monkeypatch.setattr(sweep.lab, "vllm_version", lambda: "0.33.0")
+    monkeypatch.setattr(sweep.lab, "run", run)
+    monkeypatch.setattr(sweep, "known_runs", lambda: list(made))
+    return made
+
+
+def settings(*seqs: int, **more) -> list[sweep.Setting]:
+    return [sweep.Setting("llama-3.1-8b", ServeFlags(max_num_seqs=number), **more) for number in seqs]
+
+
+def test_a_sweep_runs_each_setting_once_and_resumes(runs):
+    assert len(sweep.sweep(settings(32, 64), say=lambda line: None)) == 2
+    assert len(sweep.sweep(settings(32, 64, 128), say=lambda line: None)) == 3
+    assert [found.flags.given["max_num_seqs"] for found in runs] == [32, 64, 128]
+
+
+def test_what_would_end_too_late_is_not_begun(runs):
+    said = []
+    sweep.sweep(settings(32, 64, seconds=100), budget_s=50, say=said.append)
+    assert runs == []
+    assert all(line.startswith("skipped for time") for line in said)
+
+
+def test_a_setting_that_fails_does_not_end_the_others(runs):
+    with pytest.raises(MemlabError, match="no luck"):
+        sweep.sweep(settings(13, 64), say=lambda line: None)
+    assert [found.flags.given["max_num_seqs"] for found in runs] == [64]
+
+
+def test_a_grid_entry_with_a_strange_key_is_refused():
+    with pytest.raises(MemlabError, match="no setting"):
+        sweep.from_dict({"model": "m", "flags": {"max_num_sequences": 3}})
