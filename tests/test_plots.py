@@ -4,6 +4,7 @@ import html.parser
 import itertools
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -248,3 +249,19 @@ def test_terms_are_told_apart_without_colour():
     hatches = [hatch for name, (_, hatch) in plots.STYLE.items() if name not in ("context", "weights")]
     assert len(set(hatches)) == len(hatches)
     assert len({dash for _, dash in plots.LINES}) == len(plots.LINES)
+
+
+def test_a_start_that_was_refused_before_vllm_stated_anything_still_has_its_prediction():
+    base = fixtures.cuda_record("synthetic-refused")
+    ledger = {"view": "predicted", "total_gib": 39.5, "budget_gib": 32.0, "weights_gib": 15.0, "kv_cache_gib": 16.0}
+    seen = replace(base.seen, budget_gib=None, unprofiled_gib=None)
+    refused = replace(
+        base,
+        outcome="failed_to_start",
+        prediction={"planner": 1, "ledger": ledger},
+        ranks=[replace(base.ranks[0], stated=None, seen=seen)],
+    )
+    table = plots.ledger_table(refused)
+    assert table.header == ("term", "predicted", "seen"), "no difference from a ledger that was never stated"
+    assert plots.ledger(refused).alt
+    assert plots.timeline(refused).alt

@@ -548,9 +548,8 @@ def ledger_table(*records: RunRecord) -> Table:
     if len(records) == 1:
         columns = {view.view: view for view in views(records[0])}
         lines = [(words(term), [view.term(term) for view in columns.values()]) for term in TERMS]
-        pair = [list(columns).index(name) for name in ("predicted", "stated")] if "predicted" in columns else []
-        if "stated" not in columns:
-            pair = []
+        known = {"predicted", "stated"} <= columns.keys()
+        pair = [list(columns).index(name) for name in ("predicted", "stated")] if known else []
         names, first = list(columns), "term"
         meaning = "difference: stated less predicted" if pair else ""
     else:
