@@ -242,3 +242,8 @@ def test_every_module_has_its_place_in_the_order():
 
 def test_the_flags_that_a_server_states_are_ones_we_model():
     assert set(vllm_main._PLACES) <= {field.name for field in flags.MODELLED}
+
+
+def test_a_run_on_a_played_card_says_so_wherever_it_is_shown():
+    made = cuda_record(card="NVIDIA GeForce RTX 3090")
+    assert f"{made.machine.gpu} playing a NVIDIA GeForce RTX 3090" in made.where()

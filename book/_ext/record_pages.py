@@ -241,7 +241,8 @@ class RecordedRuns(SphinxDirective):
         for runs in machines.values():
             for run in runs:
                 link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=run.id)
-                link += nodes.inline("", run.machine.gpu or "CPU backend")
+                played = f" playing a {run.card}" if run.card else ""
+                link += nodes.inline("", (run.machine.gpu or "CPU backend") + played)
                 peak = run.seen.peak_gib if run.seen else None
                 rows.append(
                     (

@@ -209,6 +209,8 @@ class RunRecord:
             hardware = f"{count}{self.machine.gpu}"
         else:
             hardware = f"CPU backend, {self.machine.cpu_cores} cores, host memory"
+        if self.card:
+            hardware += f" playing a {self.card}"
         weights = ", dummy weights" if self.model.load_format == "dummy" else ""
         return f"{self.model.name}{weights}, vLLM {self.engine.vllm}, {hardware}, {self.recorded_at[:10]}"
 
