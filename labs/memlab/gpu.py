@@ -228,11 +228,10 @@ class Sampler:
     def timelines(self) -> list[Timeline]:
         """One timeline a rank: times to the millisecond, memory to a tenth of a MiB."""
         with self._lock:
-            seconds = max(self.now(), 1e-9)
             found = []
             for series in self.series:
                 times, values = series.points()
-                rate = round(series.count / max(times[-1], 1e-9), 1) if times else round(0 / seconds, 1)
+                rate = round(series.count / max(times[-1], 1e-9), 1) if times else 0.0
                 rounded = [round(value, 4) for value in values]
                 found.append(Timeline(self.measure, rate, [round(t, 3) for t in times], rounded))
             return found

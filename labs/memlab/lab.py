@@ -18,7 +18,7 @@ from filelock import FileLock, Timeout
 
 from memlab import cards, gpu, models, record, server, traffic, vllm_log, vllm_main
 from memlab.errors import FlagError, MemlabError, RecordError, ServerError
-from memlab.flags import ServeFlags, check, resolve
+from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, predict
 from memlab.process import Child
 from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
@@ -316,10 +316,11 @@ class _LiveRun:
     def _as_on(self, card: cards.Card, flags: ServeFlags) -> ServeFlags:
         """The flags that make vLLM plan as on the emulated card: its share of the real total, and its defaults."""
         machine = self.place.machine
-        tokens, seqs = cards.batch_defaults(card.total_gib, card.name, record.version_of(vllm_version()))
         asked = 0.92 if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization
+        vllm = vllm_version()
+        tokens, _ = cards.batch_defaults(card.total_gib, card.name, record.version_of(vllm))
         length = self.shape.max_position_embeddings if self.shape else flags.max_model_len or tokens
-        resolved = resolve(flags, tokens, seqs, length)
+        resolved = record.resolve(flags, machine, "cuda", vllm, length, card.name)
         return flags.with_(
             gpu_memory_utilization=round(asked * card.total_gib / machine.total_gib, 6),
             max_num_batched_tokens=resolved.max_num_batched_tokens,
@@ -490,8 +491,8 @@ class _LiveRun:
     def _engine(self) -> Engine:
         stated = vllm_log.engine(self.server.events)
         kept = ("VLLM_", "NCCL_", "PYTORCH_", "CUDA_MODULE", "OMP_")
-        names = sorted(name for name in {**os.environ, **self.server.env} if name.startswith(kept))
         values = {**os.environ, **self.server.env}
+        names = sorted(name for name in values if name.startswith(kept))
         return Engine(
             backend=self.place.backend,
             vllm=vllm_version(),
