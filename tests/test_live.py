@@ -20,6 +20,7 @@ from memlab.flags import ServeFlags
 from memlab.record import Traffic
 from memlab.server import Server
 from memlab.units import GIB
+from memlab.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 LABS = ROOT / "labs"
@@ -170,6 +171,31 @@ def test_a_kernels_interrupt_keeps_the_record_and_its_restart_leaves_nothing(tmp
     finally:
         client.stop_channels()
         manager.shutdown_kernel(now=True)
+
+
+# ---- a process that imported vLLM beforehand ----
+
+
+@pytest.mark.live
+def test_a_warm_process_becomes_the_server_and_another_the_load(monkeypatch, tmp_path):
+    monkeypatch.setattr(lab, "ROOMY_CORES", 1)
+    warm = lab.warm_up()
+    started_in = warm.child.pid
+    found = lab.run("tiny-llama", TINY.with_(max_num_seqs=7), Traffic(64, 8, requests=4), mode="live", warm=warm)
+    assert found.outcome == "ok" and found.latency.completed == 4
+    assert found.flags.resolved["max_num_seqs"] == 7
+    assert not warm.waiting and warm.child.pid == started_in
+    assert "CPU KV cache size" in "".join(found.log), "the log of the run is not that of the process that was waiting"
+    assert vllm_processes() == []
+    warm.stop()
+
+
+@pytest.mark.live
+def test_a_warm_process_that_is_not_needed_ends(tmp_path):
+    warm = Warm()
+    assert warm.waiting
+    warm.stop()
+    assert vllm_processes() == [] and not warm.waiting
 
 
 # ---- errors that a front end hides ----

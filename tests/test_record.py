@@ -207,7 +207,7 @@ def test_a_pool_given_in_bytes_owes_the_budget_nothing():
 # ---- the library's first rule: the plain half needs nothing installed ----
 
 PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "doctor", "record")
-ORDER = (*PLAIN, "gpu", "supervisor", "ballast", "vllm_main", "models", "process", "server", "traffic", "lab",
+ORDER = (*PLAIN, "gpu", "supervisor", "ballast", "vllm_main", "models", "process", "warm", "server", "traffic", "lab",
          "sweep", "preflight", "notebook", "plots", "widgets", "cli")  # fmt: skip
 
 

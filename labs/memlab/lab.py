@@ -23,10 +23,14 @@ from memlab.ledger import MemoryLedger, predict
 from memlab.process import Child
 from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
 from memlab.units import GIB, show_gib, show_seconds
+from memlab.warm import Warm
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_MACHINE = "h200"  # what a reader without a GPU sees
 IMPERSONAL = {"root", "user", "ubuntu", "debian", "admin", "runner", "localhost"}  # names that name nobody
+ENV = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": server.HOST}
+LOCAL_ENV = {**ENV, "HF_HUB_OFFLINE": "1"}  # for a lab model, which needs no download
+ROOMY_CORES = 8  # from here on a second process can import vLLM beside a start
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 
 
@@ -138,6 +142,11 @@ def this_machine(found: str, devices: list[gpu.Device] | None = None) -> Machine
     )
 
 
+def warm_up() -> Warm | None:
+    """A process that imports vLLM while something else runs; None where that would slow the other down."""
+    return Warm(LOCAL_ENV) if psutil.cpu_count() >= ROOMY_CORES else None
+
+
 def progress_line(phase: str, seconds: float) -> None:
     """The default progress: a line as each phase begins."""
     print(f"[{seconds:6.1f} s] {phase.replace('_', ' ')}", flush=True)
@@ -182,6 +191,7 @@ def run(
     timeout_s: float = 900,
     on_phase=progress_line,
     tick=None,
+    warm: Warm | None = None,
 ) -> RunRecord:
     """Start vLLM, send it traffic, stop it, and return what happened; or find the recorded run.
 
@@ -201,6 +211,7 @@ def run(
         timeout_s: for the start.
         on_phase: called with (phase, seconds) as each phase begins; None for silence.
         tick: called with (phase, seconds) twice a second.
+        warm: a process that has imported vLLM already (``warm_up``), to become the server.
 
     Raises:
         FlagError: for flags that vLLM refuses.
@@ -220,7 +231,7 @@ def run(
         devices = stack.enter_context(claim_gpus(flags.world_size, gpus)) if place.backend == "cuda" else []
         if played:
             stack.enter_context(ballast(devices, played.total_gib, folder))
-        live = _LiveRun(place, model, flags, traffic, played, lab, seed, folder, devices, on_phase, tick)
+        live = _LiveRun(place, model, flags, traffic, played, lab, seed, folder, devices, on_phase, tick, warm)
         live.run(timeout_s)
     return live.record
 
@@ -281,7 +292,7 @@ def _replay(model, flags, traffic, card, lab, on_phase) -> RunRecord:
 class _LiveRun:
     """One live run, from the model's folder to the record on disk."""
 
-    def __init__(self, place, model, flags, traffic_, card, lab, seed, folder, devices, on_phase, tick):
+    def __init__(self, place, model, flags, traffic_, card, lab, seed, folder, devices, on_phase, tick, warm):
         self.place, self.model, self.lab, self.seed, self.folder = place, model, lab, seed, folder
         self.traffic, self.devices, self.tick, self.card = traffic_, devices, tick, card
         self.served, self.shape, load_format = models.locate(model, _made(runs_folder() / "models"))
@@ -292,12 +303,11 @@ class _LiveRun:
         if card:
             flags = self._as_on(card, flags)
         self.flags = flags
-        local = {"HF_HUB_OFFLINE": "1"} if self.shape else {}
-        env = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": server.HOST, **local}
+        env = LOCAL_ENV if self.shape else ENV
         self.server = server.Server(
-            str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase
+            str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase, warm=warm
         )
-        self.latency = self.kv = self.series = self.back = self.error = None
+        self.latency = self.kv = self.series = self.back = self.error = self.bench = None
         self.outcome = "failed_to_start"
         self.record: RunRecord | None = None
 
@@ -335,12 +345,15 @@ class _LiveRun:
             try:
                 self.server.start()
                 self.server.origin = sampler.origin
+                self.bench = warm_up() if self.traffic else None
                 self._serve(timeout_s)
             except TimeoutError as error:
                 self.outcome, self.error = "timed_out", str(error)
             except KeyboardInterrupt as interrupt:
                 self.outcome, self.error, interrupted = "stopped", "stopped by the reader", interrupt
             finally:
+                if self.bench:
+                    self.bench.stop()
                 self.server.stop()
                 self.back = self.server.memory_back()
         self.record = self._record(sampler)
@@ -367,7 +380,7 @@ class _LiveRun:
 
         with traffic.Scraper(self.server) as scraper:
             self.latency = traffic.send(
-                self.server, self.traffic, str(self.served), self.folder, self.seed, self.tick, begin
+                self.server, self.traffic, str(self.served), self.folder, self.seed, self.tick, begin, self.bench
             )
         started = [phase.start_s for phase in self.server.phases if phase.name == "traffic"]
         self.series = scraper.series(started[0]) if started else None

@@ -55,37 +55,56 @@ class Child:
         finally:
             os.close(read_end)
         self._stopped = False
+        self._output = threading.Lock()
+        self._file = self._opened(log)
         self._started = threading.Event()
         self._reader = threading.Thread(target=self._read, name="log reader", daemon=True)
         self._reader.start()
         _alive.add(self)
         self._started.wait(10)
 
-    def _read(self) -> None:
+    def redirect(self, log: Path, on_line) -> None:
+        """Write the output to ``log`` and give it to ``on_line`` from the next line on."""
+        with self._output:
+            self.log, self.on_line = log, on_line
+            if self._file is not None:
+                self._file.close()
+            self._file = self._opened(log)
+
+    def _opened(self, log: Path):
         try:
-            file = self.log.open("w", encoding="utf-8")
+            return log.open("w", encoding="utf-8")
         except OSError as error:
-            file, self.log_error = None, error
+            self.log_error = error
+            return None
+
+    def _read(self) -> None:
         for raw in self._supervisor.stdout:
             line = raw.decode("utf-8", "replace").rstrip("\n")
             if self.pid is None and (match := re.fullmatch(r"memlab supervisor: pid (\d+)", line)):
                 self.pid = int(match.group(1))
                 self._started.set()
                 continue
-            if file is not None:
-                try:
-                    file.write(line + "\n")
-                    file.flush()
-                except OSError as error:  # a full disk must neither stop the run nor lose the events
-                    file, self.log_error = None, error
-            if self.on_line:
-                try:
-                    self.on_line(line)
-                except Exception as error:  # the child's pipe must be read to the end whatever happens here
-                    self.reader_error = error
+            with self._output:
+                self._take(line)
         self._started.set()
-        if file is not None:
-            file.close()
+        with self._output:
+            if self._file is not None:
+                self._file.close()
+                self._file = None
+
+    def _take(self, line: str) -> None:
+        if self._file is not None:
+            try:
+                self._file.write(line + "\n")
+                self._file.flush()
+            except OSError as error:  # a full disk must neither stop the run nor lose the events
+                self._file, self.log_error = None, error
+        if self.on_line:
+            try:
+                self.on_line(line)
+            except Exception as error:  # the child's pipe must be read to the end whatever happens here
+                self.reader_error = error
 
     def poll(self) -> int | None:
         """The exit code (128 + signal where a signal ended it), or None while it runs."""

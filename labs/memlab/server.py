@@ -3,7 +3,6 @@
 import json
 import re
 import socket
-import sys
 import threading
 import time
 import urllib.request
@@ -14,6 +13,7 @@ from memlab import flags, gpu, vllm_log, vllm_main
 from memlab.errors import ServerError
 from memlab.process import Child
 from memlab.record import MemoryBack, Phase
+from memlab.warm import Warm, start_vllm
 
 HOST = "127.0.0.1"
 BACK_WITHIN_GIB = 0.05  # what a driver may keep of a process that ended
@@ -47,6 +47,7 @@ class Server:
         env: more variables for it.
         port: None for a free one.
         on_phase: called with (phase, seconds since the start) as each phase begins.
+        warm: a process that waits, to be used for it.
     """
 
     model: str
@@ -56,6 +57,7 @@ class Server:
     env: dict[str, str] = field(default_factory=dict)
     port: int | None = None
     on_phase: object = None
+    warm: Warm | None = None
     events: list = field(default_factory=list, init=False)
     phases: list[Phase] = field(default_factory=list, init=False)
     resolved: dict = field(default_factory=dict, init=False)
@@ -74,9 +76,8 @@ class Server:
 
     @property
     def arguments(self) -> list[str]:
-        """What is started: the command ``vllm serve``, by way of ``memlab.vllm_main``."""
-        serve = ["serve", self.model, *self.serve_flags.to_args(), "--host", HOST, "--port", str(self.port)]
-        return [sys.executable, "-m", "memlab.vllm_main", *serve]
+        """The arguments of ``vllm``: the command ``serve``."""
+        return ["serve", self.model, *self.serve_flags.to_args(), "--host", HOST, "--port", str(self.port)]
 
     def start(self) -> None:
         """Start it; returns at once. The memory in use before is kept, to compare it at the end.
@@ -94,7 +95,7 @@ class Server:
         self.origin = time.perf_counter()
         self._begin("starting")
         env = {**device_variables(self.uuids), **self.env}
-        self.child = Child(self.arguments, self.folder / "vllm.log", env, self._line)
+        self.child = start_vllm(self.arguments, env, self.folder / "vllm.log", self._line, self.warm)
 
     def now(self) -> float:
         """Seconds since the start."""

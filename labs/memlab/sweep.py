@@ -1,5 +1,6 @@
 """Many runs: on all idle GPUs at once, one run a GPU; what is recorded already is not run again."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -124,6 +125,11 @@ class _Work:
         return self.found
 
     def _worker(self, uuid: str | None, workers: int) -> None:
+        with contextlib.ExitStack() as stack:
+            self._work_off(uuid, workers, stack)
+
+    def _work_off(self, uuid: str | None, workers: int, stack: contextlib.ExitStack) -> None:
+        ready = None  # a process that imported vLLM while the run before went on
         while not self.stopping:
             try:
                 setting = self.todo.get_nowait()
@@ -133,13 +139,16 @@ class _Work:
             if self.budget_s is not None and elapsed + setting.seconds > self.budget_s:
                 self.say(f"skipped for time: {setting}")
                 continue
+            warm, ready = ready, None if self.todo.empty() else lab.warm_up()
+            if ready:
+                stack.callback(ready.stop)
             try:
-                self._one(setting, uuid, workers)
+                self._one(setting, uuid, workers, warm)
             except Exception as error:  # one setting's failure must not end the others' runs
                 self.errors.append(error)
                 self.say(f"failed: {setting}: {error}")
 
-    def _one(self, setting: Setting, uuid: str | None, workers: int) -> None:
+    def _one(self, setting: Setting, uuid: str | None, workers: int, warm) -> None:
         before = time.perf_counter()
         found = lab.run(
             setting.model,
@@ -150,6 +159,7 @@ class _Work:
             lab=setting.lab,
             gpus=[uuid] if uuid else None,
             on_phase=None,
+            warm=warm,
         )
         with self.lock:
             self.found.append(found)

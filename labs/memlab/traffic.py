@@ -4,7 +4,6 @@ import contextlib
 import json
 import statistics
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -12,26 +11,33 @@ from pathlib import Path
 from prometheus_client.parser import text_string_to_metric_families
 
 from memlab.errors import MemlabError, TrafficError
-from memlab.process import Child
 from memlab.record import KVCache, Latency, Series, Traffic
+from memlab.warm import Warm, start_vllm
 
 PERCENTILES = "50,90,99"
 
 
 def send(
-    server, traffic: Traffic, model: str, folder: Path, seed: int = 0, tick=None, on_start=lambda: None
+    server,
+    traffic: Traffic,
+    model: str,
+    folder: Path,
+    seed: int = 0,
+    tick=None,
+    on_start=lambda: None,
+    warm: Warm | None = None,
 ) -> Latency | None:
     """Send ``traffic`` to a server with vLLM's own load generator and wait for the end.
 
-    The generator takes some seconds to start; ``on_start`` is called when it begins to send. Returns None where the
-    server ended under it (the caller's log says why).
+    The generator takes some seconds to start, unless a ``warm`` process is there for it; ``on_start`` is called when it
+    begins to send. Returns None where the server ended under it (the caller's log says why).
 
     Raises:
         TrafficError: where the load generator itself fails.
     """
     result = folder / "bench.json"
     arguments = [
-        *(sys.executable, "-m", "memlab.vllm_main", "bench", "serve"),
+        *("bench", "serve"),
         *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
         *("--random-input-len", str(traffic.input_tokens), "--random-output-len", str(traffic.output_tokens)),
         *("--random-range-ratio", "0", "--num-prompts", str(traffic.requests), "--seed", str(seed)),
@@ -46,7 +52,8 @@ def send(
         if "Starting main benchmark run" in line:  # vllm/benchmarks/serve.py, 0.26 to 0.33
             on_start()
 
-    bench = Child(arguments, folder / "bench.log", {"CUDA_VISIBLE_DEVICES": ""}, watch)
+    env = {**(warm.env if warm else {}), "CUDA_VISIBLE_DEVICES": ""}
+    bench = start_vllm(arguments, env, folder / "bench.log", watch, warm)
     try:
         start = time.perf_counter()
         while bench.poll() is None:

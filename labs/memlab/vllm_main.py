@@ -8,6 +8,10 @@ does not find; and a server prints one more line, ``memlab resolved: {...}``, wi
 import functools
 import importlib.metadata as metadata
 import json
+import os
+import sys
+import time
+from pathlib import Path
 
 PREFIX = "memlab resolved: "
 
@@ -83,9 +87,26 @@ def _state_resolved_flags() -> None:
     EngineArgs.create_engine_config = create_and_state
 
 
-def main() -> None:
-    import sys
+def wait_for_order(path: Path) -> None:
+    """Import what a server and the load generator import, touching no GPU, and take on the command that ``path`` gets.
 
+    The order is JSON: ``arguments`` of ``vllm``, and ``env``, variables to set first (see ``memlab.warm``).
+    """
+    import vllm.benchmarks.serve
+    import vllm.entrypoints.cli.main
+    import vllm.entrypoints.openai.api_server
+    import vllm.v1.engine.core  # noqa: F401
+
+    while not path.exists():
+        time.sleep(0.05)
+    order = json.loads(path.read_text(encoding="utf-8"))
+    os.environ.update(order["env"])
+    sys.argv[1:] = order["arguments"]
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--wait"]:
+        wait_for_order(Path(sys.argv[2]))
     if sys.argv[1:2] == ["serve"]:
         _state_resolved_flags()
     from vllm.entrypoints.cli.main import main as vllm_main
