@@ -19,7 +19,7 @@ from filelock import FileLock, Timeout
 from memlab import cards, gpu, models, record, server, traffic, vllm_log, vllm_main
 from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
-from memlab.ledger import MemoryLedger, predict
+from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
 from memlab.process import Child
 from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
 from memlab.units import GIB, show_gib, show_seconds
@@ -191,6 +191,8 @@ def run(
     timeout_s: float = 900,
     on_phase=progress_line,
     tick=None,
+    watch=None,
+    cancel: threading.Event | None = None,
     warm: Warm | None = None,
 ) -> RunRecord:
     """Start vLLM, send it traffic, stop it, and return what happened; or find the recorded run.
@@ -211,6 +213,8 @@ def run(
         timeout_s: for the start.
         on_phase: called with (phase, seconds) as each phase begins; None for silence.
         tick: called with (phase, seconds) twice a second.
+        watch: called with a ``Live`` twice a second, from the thread that runs this.
+        cancel: set it from another thread to stop the server in order; the record's outcome is then ``stopped``.
         warm: a process that has imported vLLM already (``warm_up``), to become the server.
 
     Raises:
@@ -227,11 +231,20 @@ def run(
     if played:
         _check_emulation(place, played, flags)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=_made(runs_folder())))
+
+    def each_half_second(phase: str, seconds: float) -> None:
+        if cancel is not None and cancel.is_set():
+            raise _Cancelled
+        if tick:
+            tick(phase, seconds)
+        if watch:
+            watch(Live(live.server.now(), list(live.server.phases), live.sampler.timelines()))
+
     with contextlib.ExitStack() as stack:
         devices = stack.enter_context(claim_gpus(flags.world_size, gpus)) if place.backend == "cuda" else []
         if played:
             stack.enter_context(ballast(devices, played.total_gib, folder))
-        live = _LiveRun(place, model, flags, traffic, played, lab, seed, folder, devices, on_phase, tick, warm)
+        live = _LiveRun(place, model, flags, traffic, played, lab, seed, folder, devices, on_phase, each_half_second, warm)
         live.run(timeout_s)
     return live.record
 
@@ -289,6 +302,46 @@ def _replay(model, flags, traffic, card, lab, on_phase) -> RunRecord:
     return found
 
 
+def prediction(
+    place: Here, model: str, flags: ServeFlags, card: str | None = None, vllm: str | None = None
+) -> Prediction | None:
+    """The planner's ledger for a lab model, before anything is started; None for a model whose shape is not known.
+
+    On the CPU backend only two terms are known beforehand: the weights, and the pool that is given in bytes.
+
+    Args:
+        place, model, flags, card: as for ``run``.
+        vllm: the version; None for the installed one.
+    """
+    shape = record.shapes.LAB_MODELS.get(model)
+    if shape is None:
+        return None
+    if place.backend == "cpu":
+        pool, block = flags.kv_cache_memory_bytes, flags.block_size or 128
+        if pool is None:
+            return None
+        block_bytes = shape.kv_bytes_per_token(flags.kv_cache_dtype or "auto") * block
+        known = MemoryLedger("predicted", weights_gib=weights_gib(shape), kv_cache_gib=pool / GIB, pool_given=True)
+        return Prediction(known, kv_tokens=pool // block_bytes * block)
+    vllm = vllm or vllm_version()
+    resolved = record.resolve(flags, place.machine, "cuda", vllm, shape.max_position_embeddings, card)
+    total = cards.find(card).total_gib if card else place.machine.total_gib
+    return predict(shape, total, resolved, record.version_of(vllm))
+
+
+@dataclass(frozen=True)
+class Live:
+    """A run as it goes: seconds since its start, the phases that began, a timeline for each rank."""
+
+    seconds: float
+    phases: list[record.Phase]
+    timelines: list[record.Timeline]
+
+
+class _Cancelled(Exception):
+    """The reader asked for the stop."""
+
+
 class _LiveRun:
     """One live run, from the model's folder to the record on disk."""
 
@@ -299,7 +352,8 @@ class _LiveRun:
         self.given = flags
         if load_format and flags.load_format is None:
             flags = flags.with_(load_format=load_format)
-        self.prediction = self._predict()
+        predicted = prediction(place, model, self.given, card.name if card else None)
+        self.prediction = predicted.to_dict() if predicted else None
         if card:
             flags = self._as_on(card, flags)
         self.flags = flags
@@ -310,18 +364,6 @@ class _LiveRun:
         self.latency = self.kv = self.series = self.back = self.error = self.bench = None
         self.outcome = "failed_to_start"
         self.record: RunRecord | None = None
-
-    def _predict(self) -> dict | None:
-        """The planner's ledger, before anything is started; None for a shape or a backend that it does not know."""
-        if self.shape is None or self.place.backend != "cuda":
-            return None
-        asked, machine = self.given, self.place.machine
-        length = self.shape.max_position_embeddings
-        vllm = vllm_version()
-        name = self.card.name if self.card else None
-        resolved = record.resolve(asked, machine, "cuda", vllm, length, name)
-        total = self.card.total_gib if self.card else machine.total_gib
-        return predict(self.shape, total, resolved, record.version_of(vllm)).to_dict()
 
     def _as_on(self, card: cards.Card, flags: ServeFlags) -> ServeFlags:
         """The flags that make vLLM plan as on the emulated card: its share of the real total, and its defaults."""
@@ -339,7 +381,7 @@ class _LiveRun:
 
     def run(self, timeout_s: float) -> None:
         interrupted = None
-        sampler = self._sampler()
+        self.sampler = sampler = self._sampler()
         with sampler:
             sampler.origin = time.perf_counter()
             try:
@@ -349,6 +391,8 @@ class _LiveRun:
                 self._serve(timeout_s)
             except TimeoutError as error:
                 self.outcome, self.error = "timed_out", str(error)
+            except _Cancelled:
+                self.outcome, self.error = "stopped", "stopped by the reader"
             except KeyboardInterrupt as interrupt:
                 self.outcome, self.error, interrupted = "stopped", "stopped by the reader", interrupt
             finally:
