@@ -173,6 +173,27 @@ def test_a_kernels_interrupt_keeps_the_record_and_its_restart_leaves_nothing(tmp
         manager.shutdown_kernel(now=True)
 
 
+# ---- several loads, one server ----
+
+
+@pytest.mark.live
+def test_several_loads_share_one_server_and_no_prompt():
+    loads = [
+        Traffic(256, 16, requests=4),
+        Traffic(256, 16, requests=4),
+        Traffic(1024, 16, requests=6, shared_prefix_tokens=512, requests_per_s=20.0),
+    ]
+    found = lab.run("tiny-llama", TINY, loads, mode="live")
+    assert found.outcome == "ok" and found.sent == loads
+    assert [phase.name for phase in found.phases].count("ready") == 1
+    ends = [0.0, *(load.end_s for load in found.loads)]
+    assert all(load.latency.completed == load.traffic.requests for load in found.loads)
+    assert all(before <= load.start_s < load.end_s for before, load in zip(ends, found.loads, strict=False))
+    assert all(0 < load.peak_gib[0] <= found.seen.peak_gib for load in found.loads)
+    # The byte-level tokenizer may split a prompt differently by a token or two at its end.
+    assert found.loads[2].latency.input_tokens == pytest.approx(6 * 1024, rel=0.01)
+
+
 # ---- a process that imported vLLM beforehand ----
 
 

@@ -180,6 +180,7 @@ class Sampler:
         self.read, self.measure, self.rate_hz = read, measure, rate_hz
         self.baselines_gib = list(read()) if baselines_gib is None else baselines_gib
         self.series = [Extremes(max(20, buckets // len(self.baselines_gib))) for _ in self.baselines_gib]
+        self._highest = [0.0] * len(self.baselines_gib)
         self.origin = time.perf_counter()
         self.on_sample = on_sample
         self.error: Exception | None = None
@@ -220,10 +221,18 @@ class Sampler:
         values = self.read()
         at = self.now()
         with self._lock:
-            for series, value, baseline in zip(self.series, values, self.baselines_gib, strict=True):
-                series.add(at, value - baseline)
+            for number, (value, baseline) in enumerate(zip(values, self.baselines_gib, strict=True)):
+                self.series[number].add(at, value - baseline)
+                self._highest[number] = max(self._highest[number], value - baseline)
         if self.on_sample:
             self.on_sample(at, values)
+
+    def highest_gib(self) -> list[float]:
+        """The most that each rank held since this was last asked, baseline subtracted."""
+        with self._lock:
+            found = [round(value, 4) for value in self._highest]
+            self._highest = [0.0] * len(found)
+            return found
 
     def timelines(self) -> list[Timeline]:
         """One timeline a rank: times to the millisecond, memory to a tenth of a MiB."""

@@ -21,7 +21,7 @@ from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
 from memlab.process import Child
-from memlab.record import RECORDS, Engine, Flags, Machine, Model, Rank, RunRecord, Traffic
+from memlab.record import RECORDS, Allocator, Engine, Flags, Load, Machine, Model, Rank, RunRecord, Traffic
 from memlab.units import GIB, show_gib, show_seconds
 from memlab.warm import Warm
 
@@ -31,6 +31,13 @@ IMPERSONAL = {"root", "user", "ubuntu", "debian", "admin", "runner", "localhost"
 ENV = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": server.HOST}
 LOCAL_ENV = {**ENV, "HF_HUB_OFFLINE": "1"}  # for a lab model, which needs no download
 ROOMY_CORES = 8  # from here on a second process can import vLLM beside a start
+# What a run can read besides: arguments of the server, and its variables. It listens on the loopback interface alone.
+INSTRUMENTS = {
+    "allocator": (
+        ("--worker-extension-cls", "memlab.worker_extension.MemoryReader"),
+        {"VLLM_SERVER_DEV_MODE": "1"},
+    ),
+}
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 
 
@@ -181,11 +188,12 @@ def claim_gpus(count: int, uuids: list[str] | None = None):
 def run(
     model: str,
     flags: ServeFlags,
-    traffic: Traffic | None = None,
+    traffic: Traffic | list[Traffic] | None = None,
     card: str | None = None,
     mode: str = "auto",
     *,
     lab: str = "adhoc",
+    instruments: tuple[str, ...] = (),
     gpus: list[str] | None = None,
     seed: int = 0,
     timeout_s: float = 900,
@@ -203,11 +211,13 @@ def run(
     Args:
         model: a lab model (``shapes.LAB_MODELS``: no download), a folder, or a name on Hugging Face.
         flags: of ``vllm serve``.
-        traffic: what to send once it is ready; None for a start alone.
+        traffic: what to send once it is ready, several one after the other; None for a start alone.
         card: a smaller card that this GPU is to play (``cards.CARDS``); None for the real one. It gives capacity,
             never speed.
         mode: auto, live or replay; ``MEMLAB_MODE`` overrides it.
         lab: whose run it is.
+        instruments: what to read besides (``INSTRUMENTS``). They disturb: the record names them, and latency comes from
+            runs without them.
         gpus: UUIDs to choose from; None for all.
         seed: of the traffic.
         timeout_s: for the start.
@@ -225,8 +235,13 @@ def run(
     place = here(mode)
     shape = record.shapes.LAB_MODELS.get(model)
     check(flags, shape.max_position_embeddings if shape else None)
+    unknown = sorted(set(instruments) - set(INSTRUMENTS))
+    if unknown:
+        raise MemlabError(f"no instrument {', '.join(unknown)}: there are {', '.join(INSTRUMENTS)}")
     if place.replayed:
-        return _replay(model, flags, traffic, card, lab, on_phase)
+        return _replay(model, flags, traffic, card, lab, instruments, on_phase)
+    if instruments and place.backend == "cpu":
+        raise MemlabError("vLLM's CPU backend has no caching allocator to read: leave instruments out")
     played = cards.find(card) if card else None
     if played:
         _check_emulation(place, played, flags)
@@ -244,7 +259,8 @@ def run(
         devices = stack.enter_context(claim_gpus(flags.world_size, gpus)) if place.backend == "cuda" else []
         if played:
             stack.enter_context(ballast(devices, played.total_gib, folder))
-        live = _LiveRun(place, model, flags, traffic, played, lab, seed, folder, devices, on_phase, each_half_second, warm)
+        asked = (model, flags, traffic, played, lab, tuple(instruments), seed)
+        live = _LiveRun(place, asked, folder, devices, on_phase, each_half_second, warm)
         live.run(timeout_s)
     return live.record
 
@@ -295,8 +311,8 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _replay(model, flags, traffic, card, lab, on_phase) -> RunRecord:
-    found = record.find(record.read_all(), lab, model, flags, traffic, card)[0]
+def _replay(model, flags, traffic, card, lab, instruments, on_phase) -> RunRecord:
+    found = record.find(record.read_all(), lab, model, flags, traffic, card, instruments=instruments)[0]
     if on_phase:
         print(f"Replayed: {found.where()}", flush=True)
     return found
@@ -345,9 +361,12 @@ class _Cancelled(Exception):
 class _LiveRun:
     """One live run, from the model's folder to the record on disk."""
 
-    def __init__(self, place, model, flags, traffic_, card, lab, seed, folder, devices, on_phase, tick, warm):
-        self.place, self.model, self.lab, self.seed, self.folder = place, model, lab, seed, folder
-        self.traffic, self.devices, self.tick, self.card = traffic_, devices, tick, card
+    def __init__(self, place, asked, folder, devices, on_phase, tick, warm):
+        model, flags, traffic_, card, self.lab, self.instruments, self.seed = asked
+        self.place, self.model, self.folder = place, model, folder
+        self.devices, self.tick, self.card = devices, tick, card
+        self.traffic = traffic_ or None
+        self.several = isinstance(traffic_, list)
         self.served, self.shape, load_format = models.locate(model, _made(runs_folder() / "models"))
         self.given = flags
         if load_format and flags.load_format is None:
@@ -356,13 +375,17 @@ class _LiveRun:
         self.prediction = predicted.to_dict() if predicted else None
         if card:
             flags = self._as_on(card, flags)
-        self.flags = flags
         env = LOCAL_ENV if self.shape else ENV
+        for instrument in self.instruments:
+            arguments, variables = INSTRUMENTS[instrument]
+            flags, env = flags.with_(extra=(*flags.extra, *arguments)), {**env, **variables}
+        self.flags = flags
         self.server = server.Server(
             str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase, warm=warm
         )
-        self.latency = self.kv = self.series = self.back = self.error = self.bench = None
+        self.latency = self.kv = self.series = self.back = self.error = None
         self.outcome = "failed_to_start"
+        self.loads: list[Load] = []
         self.record: RunRecord | None = None
 
     def _as_on(self, card: cards.Card, flags: ServeFlags) -> ServeFlags:
@@ -382,12 +405,11 @@ class _LiveRun:
     def run(self, timeout_s: float) -> None:
         interrupted = None
         self.sampler = sampler = self._sampler()
-        with sampler:
+        with sampler, contextlib.ExitStack() as self.stack:
             sampler.origin = time.perf_counter()
             try:
                 self.server.start()
                 self.server.origin = sampler.origin
-                self.bench = warm_up() if self.traffic else None
                 self._serve(timeout_s)
             except TimeoutError as error:
                 self.outcome, self.error = "timed_out", str(error)
@@ -396,8 +418,7 @@ class _LiveRun:
             except KeyboardInterrupt as interrupt:
                 self.outcome, self.error, interrupted = "stopped", "stopped by the reader", interrupt
             finally:
-                if self.bench:
-                    self.bench.stop()
+                self.stack.close()
                 self.server.stop()
                 self.back = self.server.memory_back()
         self.record = self._record(sampler)
@@ -410,27 +431,68 @@ class _LiveRun:
         uuids = self.server.uuids
         return gpu.watch_devices(uuids) if uuids else gpu.watch_host(self.server.pids)
 
+    def _warm_up(self) -> Warm | None:
+        """A load generator in wait; it ends with the run at the latest."""
+        warm = warm_up()
+        if warm:
+            self.stack.callback(warm.stop)
+        return warm
+
     def _serve(self, timeout_s: float) -> None:
+        wanted = self.traffic if self.several else [self.traffic] if self.traffic else []
+        warm = [self._warm_up() for _ in wanted[:2]]  # one for the first load, one for the next
         if not self.server.wait_until_ready(timeout_s, self.tick):
             self.outcome, self.error = self._why_it_ended("failed_to_start")
             return
         self.outcome = "ok"
         self.kv = traffic.kv_cache(self.server.get("/metrics"))
-        if self.traffic is None:
+        if not wanted:
             return
-
-        def begin() -> None:
-            self.server.mark("traffic")
-
         with traffic.Scraper(self.server) as scraper:
-            self.latency = traffic.send(
-                self.server, self.traffic, str(self.served), self.folder, self.seed, self.tick, begin, self.bench
-            )
+            for number, each in enumerate(wanted):
+                if number + 2 < len(wanted):
+                    warm.append(self._warm_up())
+                self._send(each, number, warm[number])
+                if self._died_under_load():
+                    break
         started = [phase.start_s for phase in self.server.phases if phase.name == "traffic"]
         self.series = scraper.series(started[0]) if started else None
         if self._died_under_load():
             self.server.child.stop()
             self.outcome, self.error = self._why_it_ended("died")
+
+    def _send(self, load: Traffic, number: int, warm: Warm | None) -> None:
+        """One load. Its seed is its own, so that no prompt of it is in the prefix cache from the load before."""
+        began = []
+
+        def begin() -> None:
+            self.server.mark("traffic")
+            began.append(self.server.now())
+            self.sampler.highest_gib()
+
+        if "allocator" in self.instruments:
+            self.server.rpc("memlab_reset_peaks")
+        preempted = self._preemptions()
+        self.latency = traffic.send(
+            self.server, load, str(self.served), self.folder, self.seed + number, self.tick, begin, warm
+        )
+        if not self.several or not began:
+            return
+        allocator = []
+        if "allocator" in self.instruments:
+            with contextlib.suppress(ServerError):  # a server that just died: the log says why
+                allocator = [Allocator(**read) for read in self.server.rpc("memlab_allocator")]
+        after = self._preemptions()
+        times = round(began[0], 3), round(self.server.now(), 3)
+        more = None if None in (preempted, after) else after - preempted
+        self.loads.append(Load(load, *times, self.sampler.highest_gib(), self.latency, more, allocator))
+        self.server.mark("between_loads")
+
+    def _preemptions(self) -> int | None:
+        try:
+            return int(traffic.metrics(self.server.get("/metrics")).get("preemptions", 0))
+        except ServerError:
+            return None
 
     def _died_under_load(self, patience_s: float = 10) -> bool:
         """Whether the server ended under the traffic. It may answer on for seconds while its engine is dead already."""
@@ -498,11 +560,13 @@ class _LiveRun:
             repeat=repeat,
             seed=self.seed,
             card=card,
-            traffic=self.traffic,
+            traffic=None if self.several else self.traffic,
+            loads=self.loads,
             prediction=self.prediction,
             phases=self.server.phases,
             series=self.series,
-            latency=self.latency,
+            latency=None if self.several else self.latency,
+            instruments=sorted(self.instruments),
             kv=self.kv,
             memory_back=self.back,
             error=error,

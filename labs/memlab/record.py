@@ -72,12 +72,19 @@ class Flags:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Requests of random tokens. Lengths in tokens; ``concurrency`` None sends them all at once."""
+    """Requests of random tokens. Lengths in tokens; ``concurrency`` None sends them all at once.
+
+    ``shared_prefix_tokens`` of the input are the same in every request. ``requests_per_s`` spreads the requests over
+    time, at random intervals of that mean rate. ``range_ratio`` varies both lengths by up to this share of them.
+    """
 
     input_tokens: int
     output_tokens: int
     requests: int
     concurrency: int | None = None
+    shared_prefix_tokens: int | None = None
+    requests_per_s: float | None = None
+    range_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +148,33 @@ class Latency:
 
 
 @dataclass(frozen=True)
+class Allocator:
+    """PyTorch's allocator on one rank, read in the worker: now, and at most during the load."""
+
+    allocated_gib: float
+    reserved_gib: float
+    peak_allocated_gib: float
+    peak_reserved_gib: float
+    inactive_split_gib: float
+
+
+@dataclass(frozen=True)
+class Load:
+    """One of several loads that a run sent one after the other; times on the run's clock.
+
+    ``peak_gib`` is the most that each rank held during it, baseline subtracted. ``preemptions`` are those of this load.
+    """
+
+    traffic: Traffic
+    start_s: float
+    end_s: float
+    peak_gib: list[float]
+    latency: Latency | None = None
+    preemptions: int | None = None
+    allocator: list[Allocator] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class KVCache:
     """The pool as vLLM stated it; ``max_concurrency`` counts requests of ``max_model_len``."""
 
@@ -175,6 +209,7 @@ class RunRecord:
     seed: int = 0
     card: str | None = None
     traffic: Traffic | None = None
+    loads: list[Load] = field(default_factory=list)
     prediction: dict[str, object] | None = None
     phases: list[Phase] = field(default_factory=list)
     series: Series | None = None
@@ -186,6 +221,11 @@ class RunRecord:
     error: str | None = None
     finding: dict[str, object] | None = None
     log: list[str] = field(default_factory=list)
+
+    @property
+    def sent(self) -> Traffic | list[Traffic] | None:
+        """What was sent, as ``lab.run`` takes it."""
+        return [load.traffic for load in self.loads] if self.loads else self.traffic
 
     @property
     def served_flags(self) -> flags.ServeFlags:
@@ -501,14 +541,17 @@ def memory_flags(
     return kept
 
 
-def differences(record: RunRecord, lab: str, model: str, asked: flags.ServeFlags, traffic, card) -> dict:
+def differences(
+    record: RunRecord, lab: str, model: str, asked: flags.ServeFlags, traffic, card, instruments=()
+) -> dict:
     """Where a record differs from what is asked for: name to (asked, recorded)."""
     found = {}
     for name, wanted, recorded in (
         ("lab", lab, record.lab),
         ("model", model, record.model.name),
         ("card", card, record.card),
-        ("traffic", traffic, record.traffic),
+        ("traffic", traffic or None, record.sent),
+        ("instruments", sorted(instruments), sorted(record.instruments)),
     ):
         if wanted != recorded:
             found[name] = (wanted, recorded)
@@ -534,10 +577,11 @@ def find(
     lab: str,
     model: str,
     asked: flags.ServeFlags,
-    traffic: Traffic | None = None,
+    traffic: Traffic | list[Traffic] | None = None,
     card: str | None = None,
     machine: str | None = None,
     vllm: str | None = None,
+    instruments: tuple[str, ...] = (),
 ) -> list[RunRecord]:
     """The recorded repeats of a run.
 
@@ -551,7 +595,7 @@ def find(
     ]
     if not pool:
         raise RecordError(f"no run is recorded on {machine or 'any machine'}: run the lab live")
-    gaps = [(differences(record, lab, model, asked, traffic, card), record) for record in pool]
+    gaps = [(differences(record, lab, model, asked, traffic, card, instruments), record) for record in pool]
     matches = [record for gap, record in gaps if not gap]
     if matches:
         return sorted(matches, key=lambda record: record.repeat)
@@ -560,9 +604,17 @@ def find(
     raise RecordError(f"this run is not recorded. The nearest is {nearest.id}: {parts}. Choose that, or run it live")
 
 
+def _plain(traffic: Traffic | list[Traffic] | None):
+    """Traffic for an id: what a traffic leaves open does not count, so that a new kind of it changes no id."""
+    if isinstance(traffic, list):
+        return [_plain(each) for each in traffic]
+    given = asdict(traffic) if traffic else None
+    return given and {key: value for key, value in given.items() if value is not None or key == "concurrency"}
+
+
 def make_id(machine: Machine, engine: Engine, model: str, asked: flags.ServeFlags, traffic, card, repeat: int) -> str:
     """A readable id: machine, version, model, a hash of everything else that was asked for, and the repeat."""
-    rest = json.dumps([asdict(asked), asdict(traffic) if traffic else None, card, engine.environment], sort_keys=True)
+    rest = json.dumps([asdict(asked), _plain(traffic), card, engine.environment], sort_keys=True)
     digest = hashlib.sha256(rest.encode()).hexdigest()[:6]
     kind = "eager" if asked.enforce_eager else "graphs"
     if engine.backend == "cpu":

@@ -167,6 +167,21 @@ class Server:
         except (OSError, ValueError) as error:
             raise ServerError(f"the server does not answer {path}: {error}") from error
 
+    def rpc(self, method: str, *arguments: str, timeout_s: float = 120) -> list:
+        """Call a method of the workers; one answer a rank. Needs ``VLLM_SERVER_DEV_MODE=1`` and the method there.
+
+        Raises:
+            ServerError: where the server does not answer.
+        """
+        body = json.dumps({"method": method, "args": arguments, "timeout": timeout_s}).encode()
+        request = urllib.request.Request(self.url + "/collective_rpc", body, {"Content-Type": "application/json"})
+        try:
+            with _direct.open(request, timeout=timeout_s) as answer:
+                text = answer.read()
+        except (OSError, ValueError) as error:
+            raise ServerError(f"the server does not answer {method}: {error}") from error
+        return json.loads(text)["results"] if text else []
+
     @property
     def alive(self) -> bool:
         return self.child is not None and self.child.poll() is None

@@ -20,8 +20,9 @@ class Setting:
 
     model: str
     flags: ServeFlags
-    traffic: Traffic | None = None
+    traffic: Traffic | list[Traffic] | None = None
     card: str | None = None
+    instruments: tuple[str, ...] = ()
     lab: str = "sweep"
     repeats: int = 1
     seconds: float = 90.0
@@ -39,8 +40,12 @@ def from_dict(data: dict) -> Setting:
         MemlabError: for a key that a setting does not have.
     """
     try:
-        traffic = Traffic(**data["traffic"]) if data.get("traffic") else None
-        return Setting(**{**data, "flags": ServeFlags(**data.get("flags", {})), "traffic": traffic})
+        given = data.get("traffic")
+        traffic = (
+            [Traffic(**each) for each in given] if isinstance(given, list) else Traffic(**given) if given else None
+        )
+        flags, instruments = ServeFlags(**data.get("flags", {})), tuple(data.get("instruments", ()))
+        return Setting(**{**data, "flags": flags, "traffic": traffic, "instruments": instruments})
     except TypeError as error:
         raise MemlabError(f"no setting: {data} ({error})") from error
 
@@ -52,7 +57,9 @@ def recorded(setting: Setting, known: Iterable[RunRecord], machine: str, vllm: s
         for found in known
         if (found.machine.name, found.engine.vllm) == (machine, vllm)
         and found.outcome != "stopped"
-        and not record.differences(found, setting.lab, setting.model, setting.flags, setting.traffic, setting.card)
+        and not record.differences(
+            found, setting.lab, setting.model, setting.flags, setting.traffic, setting.card, setting.instruments
+        )
     ]
 
 
@@ -82,7 +89,10 @@ def sweep(
     """
     place = lab.here(mode)
     if place.replayed:
-        return [lab.run(s.model, s.flags, s.traffic, s.card, "replay", lab=s.lab, on_phase=None) for s in settings]
+        return [
+            lab.run(s.model, s.flags, s.traffic, s.card, "replay", lab=s.lab, instruments=s.instruments, on_phase=None)
+            for s in settings
+        ]
     work = _Work(settings, place, budget_s, say, on_record)
     return work.run()
 
@@ -157,6 +167,7 @@ class _Work:
             setting.card,
             "live",
             lab=setting.lab,
+            instruments=setting.instruments,
             gpus=[uuid] if uuid else None,
             on_phase=None,
             warm=warm,

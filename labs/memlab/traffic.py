@@ -36,17 +36,22 @@ def send(
         TrafficError: where the load generator itself fails.
     """
     result = folder / "bench.json"
+    result.unlink(missing_ok=True)
+    prefix = traffic.shared_prefix_tokens or 0
     arguments = [
         *("bench", "serve"),
         *("--base-url", server.url, "--model", model, "--dataset-name", "random"),
-        *("--random-input-len", str(traffic.input_tokens), "--random-output-len", str(traffic.output_tokens)),
-        *("--random-range-ratio", "0", "--num-prompts", str(traffic.requests), "--seed", str(seed)),
+        *("--random-input-len", str(traffic.input_tokens - prefix), "--random-output-len", str(traffic.output_tokens)),
+        *("--random-prefix-len", str(prefix), "--random-range-ratio", str(traffic.range_ratio or 0)),
+        *("--num-prompts", str(traffic.requests), "--seed", str(seed)),
         *("--ignore-eos", "--disable-tqdm", "--save-result", "--save-detailed"),
         *("--result-dir", str(folder), "--result-filename", result.name),
         *("--percentile-metrics", "ttft,itl,e2el", "--metric-percentiles", PERCENTILES),
     ]
     if traffic.concurrency:
         arguments += ["--max-concurrency", str(traffic.concurrency)]
+    if traffic.requests_per_s:
+        arguments += ["--request-rate", str(traffic.requests_per_s)]
 
     def watch(line: str) -> None:
         if "Starting main benchmark run" in line:  # vllm/benchmarks/serve.py, 0.26 to 0.33
