@@ -27,7 +27,7 @@ def main(argv: list[str] | None = None) -> int:
     run.add_argument("--json", action="store_true")
 
     sweep = commands.add_parser("sweep", help="run the settings of a grid file on all idle GPUs; it can be resumed")
-    sweep.add_argument("grid", type=Path, help="a JSON list of settings, by priority")
+    sweep.add_argument("grids", type=Path, nargs="+", metavar="GRID", help="JSON lists of settings, by priority")
     sweep.add_argument("--seconds", type=float, help="begin nothing that would end later")
     sweep.add_argument("--keep", action="store_true", help="put the records into labs/records")
 
@@ -107,10 +107,7 @@ def _run(arguments) -> int:
 def _sweep(arguments) -> int:
     from memlab import lab, record, sweep
 
-    try:
-        entries = json.loads(arguments.grid.read_text())
-    except (OSError, ValueError) as error:
-        raise MemlabError(f"{arguments.grid} is no grid file ({error}): give a JSON list of settings") from error
+    entries = [entry for grid in arguments.grids for entry in _grid(grid)]
 
     def keep(found: record.RunRecord) -> None:
         if arguments.keep and found.outcome != "stopped":
@@ -121,6 +118,13 @@ def _sweep(arguments) -> int:
     for one in found:
         print(f"{one.id:60s} {lab.summary(one)}")
     return 0
+
+
+def _grid(path: Path) -> list[dict]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise MemlabError(f"{path} is no grid file ({error}): give a JSON list of settings") from error
 
 
 def _short(path: Path) -> str:

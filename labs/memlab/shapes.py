@@ -11,7 +11,8 @@ DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 
 class ModelShape:
     """A dense decoder with grouped-query attention and a gated MLP; sizes in elements unless named otherwise.
 
-    ``bias`` is that of the query, key and value projections (Qwen2 has one, Llama has none).
+    ``bias`` is that of the query, key and value projections (Qwen2 has one, Llama has none). ``sliding_window`` is how
+    many tokens back every layer looks; None for all of them.
     """
 
     architecture: str
@@ -26,6 +27,7 @@ class ModelShape:
     tie_word_embeddings: bool
     dtype: str
     bias: bool = False
+    sliding_window: int | None = None
 
     @property
     def dtype_bytes(self) -> int:
@@ -34,7 +36,7 @@ class ModelShape:
     def parameters(self) -> int:
         """Number of parameters. Llama-3.1-8B has 8,030,261,248.
 
-        Source: the module list of vllm/model_executor/models/{llama,qwen2}.py.
+        Source: the module list of vllm/model_executor/models/{llama,qwen2}.py; Mistral is Llama there.
         """
         query = self.num_attention_heads * self.head_dim
         key_value = 2 * self.num_key_value_heads * self.head_dim
@@ -63,7 +65,8 @@ class ModelShape:
 
     def to_config(self) -> dict:
         """The ``config.json`` of a model of this shape."""
-        return {
+        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
+        return window | {
             "architectures": [self.architecture],
             "model_type": _MODEL_TYPES[self.architecture],
             "hidden_size": self.hidden_size,
@@ -84,7 +87,7 @@ class ModelShape:
         }
 
 
-_MODEL_TYPES = {"LlamaForCausalLM": "llama", "Qwen2ForCausalLM": "qwen2"}
+_MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
 
 
 def from_config(config: dict) -> ModelShape:
@@ -114,6 +117,7 @@ def from_config(config: dict) -> ModelShape:
             tie_word_embeddings=config.get("tie_word_embeddings", False),
             dtype=config.get("dtype") or config.get("torch_dtype") or "float16",
             bias=architecture.startswith("Qwen2"),
+            sliding_window=config.get("sliding_window") if architecture.startswith("Mistral") else None,
         )
     except KeyError as missing:
         raise ShapeError(f"config.json has no {missing}: give the file of the model itself, whole") from missing
@@ -130,5 +134,8 @@ LAB_MODELS = {
     "llama-2-70b-rank-of-8": _llama(80, 8192, 3584, 8, 1, 128, 4000, 4096),
     "tiny-llama": _llama(4, 256, 1024, 8, 4, 32, 4096, 8192),
     "qwen2.5-0.5b": ModelShape("Qwen2ForCausalLM", 896, 4864, 24, 14, 2, 64, 151936, 32768, True, "bfloat16", True),
+    "mistral-7b-v0.1": ModelShape(
+        "MistralForCausalLM", 4096, 14336, 32, 32, 8, 128, 32000, 32768, False, "bfloat16", sliding_window=4096
+    ),
     "qwen2.5-7b": ModelShape("Qwen2ForCausalLM", 3584, 18944, 28, 28, 4, 128, 152064, 32768, False, "bfloat16", True),
 }
