@@ -208,7 +208,7 @@ def test_a_pool_given_in_bytes_owes_the_budget_nothing():
 
 PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "doctor", "record")
 ORDER = (*PLAIN, "gpu", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm", "server",
-         "traffic", "lab", "sweep", "preflight", "notebook", "plots", "widgets", "cli")  # fmt: skip
+         "traffic", "lab", "sweep", "preflight", "notebook", "plots", "launch", "panel", "widgets", "cli")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

@@ -10,6 +10,7 @@ from memlab.units import parse_count
 _ALIASES = {
     "-tp": "--tensor-parallel-size",
     "-pp": "--pipeline-parallel-size",
+    "-q": "--quantization",
     "--device-memory-utilization": "--gpu-memory-utilization",
     "--kv-cache-memory": "--kv-cache-memory-bytes",
 }
@@ -97,6 +98,18 @@ class _Parser(argparse.ArgumentParser):
         raise FlagError(f"vLLM would refuse this command line: {message}")
 
 
+def _reader(parse):
+    """``parse`` whose own words about a wrong value reach the reader."""
+
+    def read(text: str):
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return read
+
+
 def _parser() -> _Parser:
     parser = _Parser(prog="vllm serve", add_help=False)
     for f in MODELLED:
@@ -104,7 +117,7 @@ def _parser() -> _Parser:
         if f.metadata["parse"] is bool:
             parser.add_argument(option, action=argparse.BooleanOptionalAction, default=None)
         else:
-            parser.add_argument(option, type=f.metadata["parse"], default=None)
+            parser.add_argument(option, type=_reader(f.metadata["parse"]), default=None)
     return parser
 
 
@@ -150,7 +163,7 @@ def check(flags: ServeFlags, model_max_len: int | None = None) -> None:
 
     Raises:
         FlagError: naming the rule and the way out. Sources: vllm/config/scheduler.py (0.26:273-295, 0.32:315-352),
-            vllm/config/cache.py, vllm/platforms/cpu.py.
+            vllm/config/cache.py, vllm/config/model.py (0.32:2640-2660), vllm/platforms/cpu.py.
     """
     utilization = flags.gpu_memory_utilization
     if utilization is not None and not 0 < utilization <= 1:
@@ -168,6 +181,11 @@ def check(flags: ServeFlags, model_max_len: int | None = None) -> None:
             "takes a token of the step: raise the first or lower the second"
         )
     length = model_max_len if flags.max_model_len in (None, -1) else flags.max_model_len
+    if None not in (length, model_max_len) and length > model_max_len:
+        raise FlagError(
+            f"max_model_len ({length}) is greater than the model's own limit ({model_max_len}, "
+            "max_position_embeddings): lower it"
+        )
     if flags.enable_chunked_prefill is False and tokens is not None and length is not None and tokens < length:
         raise FlagError(
             f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({length}): without chunked prefill a "

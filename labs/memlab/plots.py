@@ -13,6 +13,7 @@ import html
 import io
 import itertools
 import re
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 
 from memlab.ledger import TERMS, MemoryLedger
-from memlab.record import RunRecord
+from memlab.record import Phase, RunRecord, Timeline
 from memlab.units import show_gib
 
 # Term to colour and hatch. `budget` is the planned part of what was seen; `headroom` is drawn as an outline.
@@ -42,6 +43,7 @@ LINES = (("#0b6fd0", "-"), ("#e8440a", "--"), ("#008f7a", "-."), ("#a044cc", ":"
 
 _INK = "#010203"  # stands for the page's own text colour, which only the page knows
 _serial = itertools.count(1)
+_drawing = threading.Lock()  # a panel draws from its thread while a cell draws from the notebook's
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class Table:
         text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
         text.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([self.caption, *text])
+
+    def _repr_pretty_(self, printer, cycle) -> None:
+        printer.text(str(self))
 
     def _repr_html_(self) -> str:
         head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.header)
@@ -133,7 +138,7 @@ class Plot:
 
 def _render(figure: Figure, kind: str) -> bytes:
     out = io.BytesIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memlab"}):
+    with _drawing, matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "memlab"}):
         if kind == "svg":
             figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
         else:
@@ -157,6 +162,12 @@ def labels(*records: RunRecord) -> list[str]:
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
     return [", ".join(fact(name, each.get(name)) for name in differing) for each in facts]
+
+
+def names(*records: RunRecord) -> list[str]:
+    """``labels`` that are short enough for a figure; else runs by number, which a table has to explain."""
+    found = labels(*records)
+    return found if max(map(len, found)) <= 40 else [f"run {number}" for number in range(1, len(records) + 1)]
 
 
 def _facts(record: RunRecord) -> dict[str, object]:
@@ -244,24 +255,24 @@ class _Line:
 
 def _lines(records) -> list[_Line]:
     found = []
-    for record, label in zip(records, labels(*records), strict=True):
+    for record, label in zip(records, names(*records), strict=True):
         for number, rank in enumerate(record.ranks):
             if rank.timeline is None or not rank.timeline.used_gib:
                 continue
             parts = [label, f"rank {number}" if len(record.ranks) > 1 else ""]
             line = rank.timeline
-            phases = _phases(record, line)
+            phases = _phases(record.phases, line)
             found.append(_Line(", ".join(filter(None, parts)), line.time_s, line.used_gib, phases))
     if not found:
         raise ValueError("no record here holds a timeline: it was recorded without sampling memory")
     return found
 
 
-def _phases(record: RunRecord, line) -> list[tuple[str, float, float]]:
+def _phases(phases: list[Phase], line: Timeline) -> list[tuple[str, float, float]]:
     """Phases with the most memory in each; a phase without a sample of its own takes the last one before it."""
-    ends = [phase.start_s for phase in record.phases[1:]] + [float("inf")]
+    ends = [phase.start_s for phase in phases[1:]] + [float("inf")]
     found = []
-    for phase, end in zip(record.phases, ends, strict=True):
+    for phase, end in zip(phases, ends[: len(phases)], strict=True):
         inside = [gib for time, gib in zip(line.time_s, line.used_gib, strict=True) if phase.start_s <= time < end]
         before = [gib for time, gib in zip(line.time_s, line.used_gib, strict=True) if time < phase.start_s]
         found.append((words(phase.name), phase.start_s, max(inside) if inside else (before or [0.0])[-1]))
@@ -295,6 +306,31 @@ def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plo
         caption=_caption(records, replayed),
         table=Table(f"{_sentence(memory)} by phase, baseline subtracted", header, tuple(rows)),
         draw=lambda ink: _draw_timeline(lines, memory, budget, ink),
+    )
+
+
+def live(timelines: list[Timeline], phases: list[Phase]) -> Plot:
+    """Memory over time of a run that goes on, a line for each rank.
+
+    Raises:
+        ValueError: where nothing was sampled yet.
+    """
+    names = [f"GPU {number}" if len(timelines) > 1 else "" for number in range(len(timelines))]
+    lines = [
+        _Line(name, line.time_s, line.used_gib, _phases(phases, line))
+        for name, line in zip(names, timelines, strict=True)
+        if line.used_gib
+    ]
+    if not lines:
+        raise ValueError("nothing was sampled yet")
+    memory = "host memory" if timelines[0].measure == "host" else "device memory"
+    rows = [(line.label or "so far", show_gib(line.used_gib[-1]), show_gib(line.peak[0])) for line in lines]
+    return Plot(
+        title=f"{_sentence(memory)} so far",
+        alt=_timeline_alt(lines, memory, None),
+        caption="A run that goes on",
+        table=Table(f"{_sentence(memory)} so far", ("", "now", "peak"), tuple(rows)),
+        draw=lambda ink: _draw_timeline(lines, memory, None, ink),
     )
 
 
@@ -459,7 +495,7 @@ def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
     """
     bars = [
         _Bar("\n".join(filter(None, [label, view.view])), view, _context(record))
-        for record, label in zip(records, labels(*records), strict=True)
+        for record, label in zip(records, names(*records), strict=True)
         for view in views(record)
     ]
     if not bars:
@@ -496,7 +532,7 @@ def _largest_difference(records) -> str:
     if not changes:
         return ""
     name = max(changes, key=lambda name: abs(changes[name]))
-    first, second = labels(*records)
+    first, second = names(*records)
     return f"From {first} to {second}, {words(name)} changes most: {_difference(before[name], after[name])}."
 
 
@@ -546,14 +582,14 @@ def ledger_table(*records: RunRecord) -> Table:
     the records, and the difference is the last less the first.
     """
     if len(records) == 1:
-        columns = {view.view: view for view in views(records[0])}
-        lines = [(words(term), [view.term(term) for view in columns.values()]) for term in TERMS]
-        known = {"predicted", "stated"} <= columns.keys()
-        pair = [list(columns).index(name) for name in ("predicted", "stated")] if known else []
-        names, first = list(columns), "term"
+        known = {view.view: view for view in views(records[0])}
+        lines = [(words(term), [view.term(term) for view in known.values()]) for term in TERMS]
+        comparable = {"predicted", "stated"} <= known.keys()
+        pair = [list(known).index(name) for name in ("predicted", "stated")] if comparable else []
+        columns, first = list(known), "term"
         meaning = "difference: stated less predicted" if pair else ""
     else:
-        names = labels(*records)
+        columns = names(*records)
         each = [{view.view: view for view in views(record)} for record in records]
         lines = [
             (f"{words(term)}, {view}", [ledgers[view].term(term) if view in ledgers else None for ledgers in each])
@@ -572,6 +608,44 @@ def ledger_table(*records: RunRecord) -> Table:
             known = before is not None and after is not None
             cells.append(_difference(before, after) if known else "")
         rows.append((name, *cells))
-    header = (first, *names, *(["difference"] if pair else []))
+    header = (first, *columns, *(["difference"] if pair else []))
     memory = "Memory of one GPU" if any(record.machine.gpu for record in records) else "Host memory"
     return Table(f"{memory} by term" + (f"; {meaning}" if meaning else ""), header, tuple(rows))
+
+
+# Why a term's prediction differs from what vLLM stated or the driver saw.
+_WHY = {
+    "budget": "total × gpu_memory_utilization, exact",
+    "context": "driver, libraries and card decide it; nobody plans it",
+    "weights": "parameters × bytes, and what loading adds",
+    "non_torch": "libraries decide it",
+    "consumed": "weights and buffers are counted, memory outside PyTorch is estimated",
+    "activation": "the profiled step; its kernels decide the last percent",
+    "cuda_graphs_estimated": "vLLM captures a few and extrapolates; the planner's rule is fitted",
+    "cuda_graphs_actual": "captured after the pool was taken",
+    "kv_cache": "the rest of the budget: it takes every other term's error, with the opposite sign",
+    "unprofiled": "what the run took beyond the plan: no rule predicts it",
+}
+
+
+def reconcile(record: RunRecord) -> Table:
+    """Each term of one run as predicted, stated and seen, whether the first is inside its band, and why they differ."""
+    known = {view.view: view for view in views(record)}
+    bands = (record.prediction or {}).get("bands", {})
+    given = bool(record.stated and record.stated.pool_given)
+    rows = []
+    for term, why in _WHY.items():
+        values = [known[view].term(term) if view in known else None for view in ("predicted", "stated", "seen")]
+        if values == [None] * 3:
+            continue
+        measured = next((value for value in values[1:] if value is not None), None)
+        off = "" if None in (values[0], measured) else _difference(values[0], measured)
+        band, held = bands.get(term), ""
+        if band and measured is not None:
+            held = "yes" if band[0] - 0.005 <= measured <= band[1] + 0.005 else "no"
+        if term == "kv_cache" and given:
+            why = "its size was given in bytes"
+        cells = ["" if value is None else show_gib(value) for value in values]
+        rows.append((words(term), *cells, off, held, why))
+    header = ("term", "predicted", "stated", "seen", "measured less predicted", "in the band", "why they differ")
+    return Table("Predicted, stated and seen", header, tuple(rows))

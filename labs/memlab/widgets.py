@@ -1,1 +1,608 @@
-"""The panels of the labs (ipywidgets). (Their place.)"""
+"""The control panel, a reader's guess and a quiz, in ipywidgets; in the book, which has no kernel, plain HTML.
+
+Everything that a panel knows is in ``panel``; here it is drawn. A callback's exception is shown and raised again, so
+that it fails a run from top to bottom as well.
+"""
+
+import asyncio
+import base64
+import functools
+import html
+import os
+import re
+import signal
+import textwrap
+import time
+import traceback
+from dataclasses import dataclass
+
+import ipywidgets as w
+
+from memlab import lab, panel, plots, record
+from memlab.errors import MemlabError
+from memlab.panel import Panel
+from memlab.record import RunRecord
+from memlab.units import show_gib, show_tokens
+
+RECORDED_RUNS = "../book/reference/recorded-runs.html"  # from a lab's page in the book
+DRAW_EVERY_S = 1.0
+SAY_EVERY_S = 10.0
+_WIDE = w.Layout(width="100%")
+
+_STYLE = """<style>
+.memlab-panel {max-width: 60em}
+.memlab-panel .widget-html-content, .memlab-panel .jupyter-widgets {color: var(--jp-ui-font-color1, inherit)}
+.memlab-panel .widget-html, .memlab-panel .widget-html-content {height: auto; line-height: 1.4; white-space: normal}
+.memlab-panel figure {margin: 0} .memlab-panel figcaption {font-size: .9em}
+.memlab-panel table {border-collapse: collapse; font-size: .92em}
+.memlab-panel th, .memlab-panel td {padding: .15em .6em; text-align: right;
+  border-bottom: 1px solid var(--jp-border-color2, #8886)}
+.memlab-panel th:first-child, .memlab-panel td:first-child {text-align: left}
+.memlab-panel .scroll {overflow-x: auto}
+.memlab-note {font-size: .9em; opacity: .85; margin: 0}
+.memlab-say {border-left: 4px solid currentColor; padding: .3em .7em; margin: .2em 0;
+  background: var(--jp-layout-color2, #8882)}
+.memlab-command {user-select: all; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2em 0; padding: .5em .7em;
+  background: var(--jp-layout-color2, #8882); font-family: var(--jp-code-font-family, monospace); font-size: .9em}
+.memlab-heard {position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%)}
+.memlab-quiz .widget-radio-box label {height: auto; white-space: normal; line-height: 1.4}
+</style>"""
+
+
+def in_book() -> bool:
+    """Whether the book is being built: its pages have no kernel, so that a widget would do nothing."""
+    return os.environ.get("MEMLAB_BOOK") == "1"
+
+
+def _say(text: str, head: str = "", role: str = "status") -> str:
+    head = f"<b>{html.escape(head)}</b> " if head else ""
+    return f'<div class="memlab-say" role="{role}">{head}{html.escape(text)}</div>' if text else ""
+
+
+def _guarded(method):
+    """A callback whose exception is shown in the panel, and raised again."""
+
+    @functools.wraps(method)
+    def call(self, *arguments):
+        try:
+            return method(self, *arguments)
+        except Exception as error:
+            self.show_error(error)
+            raise
+
+    return call
+
+
+class ControlPanel(Panel):
+    """The panel in a notebook: ``ControlPanel(lab, here, model, base)`` in the last line of a cell shows it.
+
+    The arguments are those of ``panel.Panel``. ``result()`` gives the run of the current settings, whether the reader
+    pressed Run or not; ``runs`` are all that were made.
+    """
+
+    _view: "_View | None" = None
+
+    @property
+    def view(self) -> "_View":
+        """The widgets, made when they are first needed."""
+        if self._view is None:
+            self._view = _View(self)
+        return self._view
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        if in_book():
+            return {"text/html": self.static_html(), "text/plain": self._text()}
+        return self.view.box._repr_mimebundle_()
+
+    def static_html(self) -> str:
+        """For a page without a kernel: what a script of the book turns into a browser of recorded runs."""
+        name, teaches = html.escape(self.lab), html.escape(" ".join(self.teaches))
+        return (
+            f'<div class="memlab-browser" data-lab="{name}" data-teaches="{teaches}">'
+            "<p>In the lab, a control panel stands here: it changes the flags and starts vLLM. A page has no kernel to "
+            f'start it with. <a href="{RECORDED_RUNS}">The recorded runs</a> show what it measured.</p></div>'
+        )
+
+    def _text(self) -> str:
+        return f"Control panel of {self.lab}:\n{self.settings.flags.command(self.settings.model)}"
+
+    def set(self, **changes) -> str:
+        said = super().set(**changes)
+        self._redraw()
+        return said
+
+    def reset(self) -> None:
+        super().reset()
+        self._redraw()
+
+    def paste(self, text: str) -> str:
+        said = super().paste(text)
+        self._redraw()
+        return said
+
+    def changed(self) -> None:
+        self._redraw()
+
+    def _watch_result(self, live) -> None:
+        self.live = live
+        if self._view is not None:
+            self._view.draw_live()
+
+    def _redraw(self) -> None:
+        if self._view is not None:
+            self._view.refresh()
+
+
+class _View:
+    """The widgets of one panel. ``inputs`` are its controls by name."""
+
+    def __init__(self, owner: ControlPanel):
+        self.panel = owner
+        self._refreshing = False
+        self._drawn = self._said = 0.0
+        self._draw_took = 0.0
+        self._phase = ""
+        self._shown: tuple | None = None
+        self.notes = {name: w.HTML(layout=w.Layout(flex="1 1 16em", width="auto")) for name in panel.NAMES}
+        self.inputs = {control.name: self._input(control) for control in owner.controls()}
+        self.message = w.HTML(layout=_WIDE)
+        self.command = w.HTML(layout=_WIDE)
+        self.predicted = w.HTML(layout=_WIDE)
+        self.errors = w.Output(layout=_WIDE)
+        replayed = owner.here.replayed
+        self.run = w.Button(
+            description="Show the recorded run" if replayed else "Run", icon="play", button_style="primary"
+        )
+        self.run.tooltip = "Show the recorded run of these settings" if replayed else "Start vLLM with these settings"
+        self.stop = w.Button(
+            description="Stop", icon="stop", disabled=True, tooltip="Stop vLLM and keep what was measured"
+        )
+        self.reset = w.Button(
+            description="Back to the lab's settings", icon="undo", tooltip="Set every control as at first"
+        )
+        self.run.layout.width = self.reset.layout.width = "auto"
+        self.pasted = w.Textarea(
+            placeholder="vllm serve ..., docker run ..., or a compose file, systemd unit or Kubernetes container",
+            description="",
+            layout=w.Layout(width="100%", height="8em"),
+        )
+        self.pasted.tooltip = "A launch of vLLM; nothing of it is run"
+        self.take = w.Button(description="Set the controls from it", icon="paste", layout=w.Layout(width="auto"))
+        self.heard = w.HTML(layout=w.Layout(width="auto", margin="0"))
+        self.ticker = w.HTML(layout=_WIDE)
+        self.live = w.HTML(layout=_WIDE)
+        self.figure_of = w.ToggleButtons(
+            options=["Memory over time", "Ledger"], tooltips=["GiB, phase by phase", "GiB, term by term"]
+        )
+        self.figure_of.style.button_width = "auto"
+        self.figure = w.HTML(layout=_WIDE)
+        self.table = w.HTML(layout=_WIDE)
+        self.removes = w.HBox(layout=w.Layout(flex_flow="row wrap", width="100%"))
+        self.compared = w.VBox([self.figure_of, self.figure, self.table, self.removes], layout=_WIDE)
+        self.run.on_click(self._run)
+        self.stop.on_click(self._stop)
+        self.reset.on_click(self._reset)
+        self.take.on_click(self._take)
+        self.figure_of.observe(self._redraw_figure, "value")
+        self.box = self._box()
+        self.refresh()
+
+    def _box(self) -> w.VBox:
+        taught = [self._row(name) for name in self.panel.teaches]
+        flags = [self._row(name) for name in ("model", "card", *panel.FLAGS) if name not in self.panel.teaches]
+        sent = [self._row(name) for name in panel.TRAFFIC if name not in self.panel.teaches]
+        folded = [w.VBox(flags, layout=_WIDE), w.VBox(sent, layout=_WIDE)]
+        titles = ["All flags", "Traffic"]
+        folded.append(w.VBox([self.pasted, self.take], layout=_WIDE))
+        titles.append("Paste a launch of vLLM")
+        fold = w.Accordion(folded, titles=titles, selected_index=None, layout=_WIDE)
+        buttons = w.HBox([self.run, self.stop, self.reset], layout=w.Layout(flex_flow="row wrap"))
+        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), *taught, fold, self.command, self.predicted]
+        parts += [self.message, buttons, self.errors, self.heard, self.ticker, self.live, self.compared]
+        box = w.VBox(parts, layout=w.Layout(width="100%"))
+        box.add_class("memlab-panel")
+        return box
+
+    def _row(self, name: str) -> w.HBox:
+        return w.HBox([self.inputs[name], self.notes[name]], layout=w.Layout(flex_flow="row wrap", width="100%"))
+
+    def _input(self, control: panel.Control):
+        common = {
+            "description": control.name,
+            "style": {"description_width": "13em"},
+            "layout": w.Layout(width="27em", max_width="100%", flex="0 1 27em"),
+            "tooltip": panel.HELP[control.name],
+        }
+        made = w.Combobox(continuous_update=False, **common) if control.free else w.Dropdown(**common)
+        made.observe(functools.partial(self._changed, control.name), "value")
+        return made
+
+    # ---- what the reader does ----
+
+    @_guarded
+    def _changed(self, name: str, change) -> None:
+        if self._refreshing:
+            return
+        if isinstance(self.inputs[name], w.Combobox):
+            self.panel.enter(name, change["new"])
+            self.refresh()
+        else:
+            self.panel.set(**{name: change["new"]})
+
+    @_guarded
+    def _run(self, _) -> None:
+        self.errors.outputs = ()
+        self.panel.raise_error()
+        self._drawn = self._said = 0.0
+        self._phase = ""
+        self.panel.start(self.draw_live, self._done)
+        if self.panel.running:
+            self._interrupt_stops()
+        self.refresh()
+
+    @_guarded
+    def _stop(self, _) -> None:
+        self.panel.stop()
+        self.stop.disabled = True
+        self.ticker.value = _say("The server is being stopped; what was measured is kept.", "Stopping.")
+
+    @_guarded
+    def _reset(self, _) -> None:
+        self.panel.reset()
+
+    @_guarded
+    def _take(self, _) -> None:
+        try:
+            said = self.panel.paste(self.pasted.value)
+        except MemlabError as error:
+            self.message.value = _say(f"{error}. Nothing was changed.", "Not taken:", "alert")
+            return
+        self.refresh(said)
+
+    def show_error(self, error: BaseException) -> None:
+        """In the panel, and for whoever runs the notebook with no front end: an Output widget's state is searched."""
+        lines = [f"{type(error).__name__}: {error}"]
+        if not isinstance(error, MemlabError):
+            lines = traceback.format_exception(error)
+        shown = {"output_type": "error", "ename": type(error).__name__, "evalue": str(error), "traceback": lines}
+        self.errors.outputs = (shown,)
+
+    def _interrupt_stops(self) -> None:
+        """An idle kernel ignores its interrupt: while a run goes on, it stops the run."""
+        try:
+            loop = asyncio.get_running_loop()
+        except RuntimeError:  # no kernel, so nothing is idle: Ctrl-C arrives in wait()
+            return
+
+        def interrupted(number, frame) -> None:
+            self.panel.stop()
+
+        def look() -> None:
+            now = signal.getsignal(signal.SIGINT)
+            if self.panel.running:
+                if now is signal.SIG_IGN:
+                    signal.signal(signal.SIGINT, interrupted)
+                loop.call_later(0.3, look)
+            elif now is interrupted:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+        loop.call_soon(look)
+
+    # ---- drawing ----
+
+    def refresh(self, said: str = "") -> None:
+        """Show the panel's state in every widget."""
+        owner = self.panel
+        self._refreshing = True
+        try:
+            for control in owner.controls():
+                self._show_control(control)
+        finally:
+            self._refreshing = False
+        problem = owner.problem()
+        parts = [_say(problem, "Cannot run:", "alert"), _say(said), _say(owner.word if not said else "")]
+        parts += [_say(notice, "Note:") for notice in owner.notices()]
+        self._put(self.message, "".join(parts))
+        command = html.escape(owner.settings.flags.command(owner.settings.model or "MODEL"))
+        note = '<p class="memlab-note">The command, to copy: one click selects it whole.</p>'
+        self._put(self.command, f'<pre class="memlab-command" tabindex="0" aria-label="command">{command}</pre>{note}')
+        self._put(self.predicted, "" if problem else _predicted_html(owner.prediction()))
+        self.run.disabled = bool(problem) or owner.running
+        self.stop.disabled = not owner.running
+        self.stop.layout.display = "none" if owner.here.replayed else ""
+        if not owner.running:
+            self.ticker.value = ""
+            self.live.value = ""
+        self._draw_runs()
+
+    @staticmethod
+    def _put(target: w.HTML, value: str) -> None:
+        if target.value != value:
+            target.value = value
+
+    def _show_control(self, control: panel.Control) -> None:
+        owner, made, name = self.panel, self.inputs[control.name], control.name
+        value, unset = owner.settings.value(name), owner.unset(name)
+        if isinstance(made, w.Combobox):
+            made.options = [panel.show(name, each) for each in control.values if each is not None]
+            made.placeholder = unset
+            if name not in owner.mistakes:
+                made.value = panel.show(name, value)
+        else:
+            options = [(panel.show(name, each) or unset, each) for each in control.values]
+            if list(made.options) != options:
+                made.options = options
+            made.value = value
+        made.disabled = bool(control.off) or owner.running
+        if name in owner.mistakes:
+            text = f"Not read: {owner.mistakes[name]}"
+        elif control.off:
+            text = f"Off: {control.off}"
+        else:
+            text = panel.HELP[name]
+            if value is not None and unset.startswith("vLLM's default:"):
+                text += f"; {unset}"
+        self._put(self.notes[name], f'<p class="memlab-note">{html.escape(text)}</p>')
+
+    def draw_live(self) -> None:
+        """The run that goes on: its plot about once a second, less often where drawing is slow; its state in words."""
+        live, now = self.panel.live, time.monotonic()
+        if live is None or not any(line.used_gib for line in live.timelines):
+            return
+        if now - self._drawn < max(DRAW_EVERY_S, 3 * self._draw_took):
+            return
+        self._drawn = now
+        self.live.value = plots.live(live.timelines, live.phases).svg()
+        self._draw_took = time.monotonic() - now
+        phase = plots.words(live.phases[-1].name) if live.phases else "starting"
+        used = [f"{show_gib(line.used_gib[-1])} now, {show_gib(max(line.used_gib))} at most" for line in live.timelines]
+        if len(used) > 1:
+            used = [f"GPU {number}: {each}" for number, each in enumerate(used)]
+        text = f"{phase}, {live.seconds:.0f} s: {'; '.join(used)}"
+        self.ticker.value = f'<div class="memlab-say" aria-hidden="true"><b>Running.</b> {html.escape(text)}</div>'
+        if phase != self._phase or now - self._said > SAY_EVERY_S:
+            self._phase, self._said = phase, now
+            self.heard.value = f'<div class="memlab-heard" role="status" aria-live="polite">{html.escape(text)}</div>'
+
+    def _done(self) -> None:
+        if self.panel.error is not None:
+            self.show_error(self.panel.error)
+        self.refresh()
+        if self.panel.error is None and self.panel.runs:
+            text = f"Ended: {lab.summary(self.panel.runs[-1])}"
+            self.heard.value = f'<div class="memlab-heard" role="status" aria-live="polite">{html.escape(text)}</div>'
+
+    @_guarded
+    def _redraw_figure(self, _) -> None:
+        self._shown = None
+        self._draw_runs()
+
+    def _draw_runs(self) -> None:
+        runs, owner = list(self.panel.runs), self.panel
+        shown = (self.figure_of.value, *(run.id for run in runs))
+        if shown == self._shown:
+            return
+        self._shown = shown
+        self.compared.layout.display = "" if runs else "none"
+        if not runs:
+            self.figure.value = self.table.value = ""
+            self.removes.children = ()
+            return
+        make = plots.timeline if self.figure_of.value == "Memory over time" else plots.ledger
+        try:
+            self.figure.value = make(*runs, replayed=owner.here.replayed).html()
+        except ValueError as error:  # nothing of these runs can be drawn: say why
+            self.figure.value = _say(f"{error}.")
+        self.table.value = runs_html(runs)
+        removes = []
+        for number, run in enumerate(runs, 1):
+            button = w.Button(description=f"Remove run {number}", icon="times", layout=w.Layout(width="auto"))
+            button.tooltip = "Take it out of the comparison; its record stays on disk"
+            button.on_click(functools.partial(self._remove, run))
+            removes.append(button)
+        self.removes.children = tuple(removes)
+
+    @_guarded
+    def _remove(self, run: RunRecord, _) -> None:
+        self.panel.remove(run)
+
+
+def _predicted_html(prediction) -> str:
+    """The planner's ledger in a table that opens."""
+    if prediction is None:
+        return ""
+    rows = []
+    for name, value in prediction.ledger.known().items():
+        band = prediction.bands.get(name)
+        between = f"{show_gib(band[0])} to {show_gib(band[1])}" if band else ""
+        rows.append((plots.words(name), show_gib(value), between))
+    if prediction.kv_tokens is not None:
+        rows.append(("KV cache, in tokens", show_tokens(prediction.kv_tokens), ""))
+    table = plots.Table("Predicted before the start, by the planner", ("term", "predicted", "band"), tuple(rows))
+    return f"<details><summary>What the planner predicts</summary>{table._repr_html_()}</details>"
+
+
+def runs_table(runs: list[RunRecord]) -> plots.Table:
+    """Runs side by side: what differs, the outcome, the peak of each rank, the pool."""
+    rows = []
+    for number, (run, label) in enumerate(zip(runs, plots.labels(*runs), strict=True), 1):
+        peaks = [show_gib(rank.seen.peak_gib) for rank in run.ranks if rank.seen and rank.seen.peak_gib is not None]
+        tokens = f"{run.kv.tokens:,}" if run.kv and run.kv.tokens else ""
+        pool = run.stated.kv_cache_gib if run.stated else None
+        cells = (run.outcome.replace("_", " "), ", ".join(peaks), tokens, "" if pool is None else show_gib(pool))
+        rows.append((str(number), label or run.model.name, *cells))
+    return plots.Table("Runs", ("run", "what differs", "outcome", "peak", "KV tokens", "KV cache"), tuple(rows))
+
+
+def runs_html(runs: list[RunRecord]) -> str:
+    """``runs_table`` with each run's record to download."""
+    table = runs_table(runs)
+    head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in (*table.header, "record"))
+    body = []
+    for row, run in zip(table.rows, runs, strict=True):
+        data = base64.b64encode(record.dumps(run).encode()).decode()
+        link = f'<a download="{html.escape(run.id)}.json" href="data:application/json;base64,{data}">download</a>'
+        cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in row)
+        body.append(f"<tr>{cells}<td>{link}</td></tr>")
+        if run.error:
+            body.append(f'<tr><td colspan="{len(table.header) + 1}">{html.escape(run.error[:400])}</td></tr>')
+    rows = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
+    return f'<div class="scroll"><table>{rows}</table></div>'
+
+
+# ---- a reader's guess ----
+
+
+class Guess:
+    """What a reader expects of some terms, in GiB, committed before the measurement is seen.
+
+    Args:
+        questions: a term of the ledger (``ledger.TERMS``) to its question.
+    """
+
+    def __init__(self, **questions: str):
+        self.questions = questions
+        self._fields = {
+            term: w.Text(
+                description=plots.words(term),
+                placeholder="GiB",
+                tooltip=question,
+                style={"description_width": "7em"},
+                layout=w.Layout(width="15em", max_width="100%"),
+            )
+            for term, question in questions.items()
+        } if not in_book() else {}  # fmt: skip
+        self._commit = w.Button(description="Commit", icon="lock", disabled=False) if not in_book() else None
+        if self._commit:
+            self._commit.on_click(self._committed)
+            self._reply = w.HTML(layout=_WIDE)
+
+    @property
+    def values(self) -> dict[str, float | None]:
+        """The guesses in GiB; None where the reader gave none.
+
+        Raises:
+            MemlabError: for a text that is no size.
+        """
+        return {term: _size(term, self._fields[term].value) if self._fields else None for term in self.questions}
+
+    def _committed(self, _) -> None:
+        try:
+            given = self.values
+        except MemlabError as error:
+            self._reply.value = _say(str(error), "Not read:", "alert")
+            return
+        for each in self._fields.values():
+            each.disabled = True
+        self._commit.disabled = True
+        said = ", ".join(f"{plots.words(term)} {show_gib(value)}" for term, value in given.items() if value is not None)
+        self._reply.value = _say(said or "no guess was given", "Committed:")
+
+    def compare(self, run: RunRecord) -> plots.Table:
+        """The guesses beside what was predicted and what the run measured, in GiB."""
+        rows = []
+        planned = plots.predicted(run)
+        for term, guess in self.values.items():
+            views = {view.view: view.term(term) for view in plots.views(run)}
+            measured = views.get("stated") if views.get("stated") is not None else views.get("seen")
+            cells = (guess, planned.term(term) if planned else None, measured)
+            off = "" if None in (guess, measured) else show_gib(guess - measured, signed=True)
+            rows.append((plots.words(term), *("" if each is None else show_gib(each) for each in cells), off))
+        header = ("term", "your guess", "predicted", "measured", "yours less measured")
+        return plots.Table("Your guess beside the measurement", header, tuple(rows))
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        asked = "".join(f"<li>{html.escape(question)}</li>" for question in self.questions.values())
+        plain = "\n".join(self.questions.values())
+        if in_book():
+            return {"text/html": f"<p>Write down, in GiB:</p><ol>{asked}</ol>", "text/plain": plain}
+        rows = [
+            w.HBox([field, w.HTML(html.escape(self.questions[term]))], layout=w.Layout(flex_flow="row wrap"))
+            for term, field in self._fields.items()
+        ]
+        box = w.VBox([w.HTML(_STYLE, layout=w.Layout(display="none")), *rows, self._commit, self._reply], layout=_WIDE)
+        box.add_class("memlab-panel")
+        return box._repr_mimebundle_()
+
+
+def _size(term: str, text: str) -> float | None:
+    text = text.strip().lower().removesuffix("gib").strip().replace(",", ".")
+    if not text:
+        return None
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise MemlabError(f"{plots.words(term)}: {text!r} is no size; write GiB as a number, such as 12.5")
+    return value
+
+
+# ---- a quiz ----
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One answer, and what it earns: for a wrong one, the misconception by its name and what is so instead."""
+
+    text: str
+    reply: str
+    right: bool
+
+
+class Quiz:
+    """One question with answers to choose from; in the book each answer opens its reply.
+
+    Args:
+        text: the question; then each answer behind ``-``, the right one behind ``+``, with its reply indented under it.
+
+    Raises:
+        MemlabError: where not exactly one answer is right, or one has no reply.
+    """
+
+    def __init__(self, text: str):
+        question, *answers = re.split(r"^([-+]) ", textwrap.dedent(text).strip(), flags=re.MULTILINE)
+        marks, bodies = answers[::2], answers[1::2]
+        found = []
+        for mark, body in zip(marks, bodies, strict=True):
+            answer, _, reply = body.partition("\n")
+            found.append(Answer(answer.strip(), " ".join(reply.split()), mark == "+"))
+        question = " ".join(question.split())
+        if sum(answer.right for answer in found) != 1 or not all(answer.reply for answer in found):
+            raise MemlabError(f"a quiz needs one right answer and a reply to each: {question}")
+        answers = tuple(found)
+        self.question, self.answers = question, answers
+        if in_book():
+            return
+        self.choice = w.RadioButtons(
+            options=[(answer.text, number) for number, answer in enumerate(answers)],
+            value=None,
+            layout=w.Layout(width="100%"),
+            tooltip=question,
+        )
+        self.check = w.Button(description="Check", icon="check")
+        self.reply = w.HTML(layout=_WIDE)
+        self.check.on_click(self._check)
+
+    def _check(self, _) -> None:
+        if self.choice.value is None:
+            self.reply.value = _say("Choose an answer first.")
+            return
+        answer = self.answers[self.choice.value]
+        self.reply.value = _say(answer.reply, "Right." if answer.right else "Not so.")
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        question = f"<p><b>{html.escape(self.question)}</b></p>"
+        if in_book():
+            answers = "".join(
+                f"<details><summary>{html.escape(a.text)}</summary>"
+                f"<p>{'Right.' if a.right else 'Not so.'} {html.escape(a.reply)}</p></details>"
+                for a in self.answers
+            )
+            html_ = f'<div class="memlab-quiz">{question}{answers}</div>'
+            return {"text/html": html_, "text/plain": self.question}
+        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), w.HTML(question, layout=_WIDE)]
+        box = w.VBox([*parts, self.choice, self.check, self.reply], layout=_WIDE)
+        box.add_class("memlab-panel")
+        box.add_class("memlab-quiz")
+        return box._repr_mimebundle_()
