@@ -70,7 +70,7 @@ def change(data: dict, path: str, value):
         ("schema", 99, "schema is 99"),
         ("outcome", "fine", "none of ok"),
         ("surprise", 1, "unknown surprise"),
-        ("engine", {"backend": "cuda"}, "python, torch, vllm missing"),
+        ("engine", {"backend": "cuda"}, "vllm missing"),
         ("machine.gpu_count", "one", "int is needed"),
         ("machine.gpu_count", True, "int is needed"),
         ("machine.total_gib", math.nan, "no number"),

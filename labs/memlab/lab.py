@@ -21,7 +21,7 @@ from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
 from memlab.process import Child
-from memlab.record import RECORDS, Allocator, Engine, Flags, Load, Machine, Model, Rank, RunRecord, Traffic
+from memlab.record import RECORDS, Allocator, Engine, Flags, Load, Machine, Model, Rank, RunRecord, Timeline, Traffic
 from memlab.units import GIB, show_gib, show_seconds
 from memlab.warm import Warm
 
@@ -535,7 +535,10 @@ class _LiveRun:
         for number, timeline in enumerate(timelines):
             name = names[number] if number < len(names) else names[0]
             stated = vllm_log.stated_ledger(events, name)
-            seen = self._seen(number, timeline, stated, sampler)
+            total = self.devices[number].total_gib if self.devices else None
+            seen = seen_ledger(
+                timeline, stated, total, sampler.baselines_gib[number], vllm_log.free_at_start_gib(events)
+            )
             ranks.append(Rank(stated, seen, timeline, self._foreign_gib(number)))
         if ranks and ranks[0].stated and ranks[0].stated.total_gib:
             machine = replace(machine, total_gib=ranks[0].stated.total_gib)
@@ -579,36 +582,6 @@ class _LiveRun:
         known = [process.used_gib for process in self.server.foreign[number]]
         return None if None in known else round(sum(known), 4)
 
-    def _seen(self, number: int, timeline, stated: MemoryLedger | None, sampler) -> MemoryLedger | None:
-        """The ledger by the driver: baseline + peak + headroom is the card; context + budget + unprofiled the peak.
-
-        The context is what was gone between the baseline and vLLM's first look, which prints the free memory.
-        """
-        if not timeline.used_gib:
-            return None
-        peak = max(timeline.used_gib)
-        if timeline.measure == "host":
-            return MemoryLedger(view="seen", peak_gib=peak)
-        total, baseline = self.devices[number].total_gib, sampler.baselines_gib[number]
-        free = vllm_log.free_at_start_gib(self.server.events)
-        context = unprofiled = budget = None
-        if free is not None:
-            context = round(total - baseline - free, 4)
-            if stated is not None and stated.budget_gib is not None and not stated.pool_given:
-                budget = stated.budget_gib
-                unprofiled = round(peak - context - budget, 4)
-        return MemoryLedger(
-            view="seen",
-            total_gib=stated.total_gib if stated else None,
-            device_total_gib=round(total, 4),
-            budget_gib=budget,
-            context_gib=context,
-            unprofiled_gib=unprofiled,
-            baseline_gib=round(baseline, 4),
-            peak_gib=peak,
-            headroom_gib=round(round(total, 4) - round(baseline, 4) - peak, 4),
-        )
-
     def _engine(self) -> Engine:
         stated = vllm_log.engine(self.server.events)
         kept = ("VLLM_", "NCCL_", "PYTORCH_", "CUDA_MODULE", "OMP_")
@@ -630,6 +603,49 @@ class _LiveRun:
             return Model(self.model, self.flags.load_format or "auto", {})
         config = self.shape.to_config()
         return Model(self.model, self.flags.load_format, config, self.shape.parameters())
+
+
+def seen_ledger(
+    timeline: Timeline,
+    stated: MemoryLedger | None,
+    total_gib: float | None,
+    baseline_gib: float | None,
+    free_gib: float | None,
+) -> MemoryLedger | None:
+    """The ledger by the driver: baseline + peak + headroom is the card; context + budget + unprofiled the peak.
+
+    The context is what was gone between the baseline and vLLM's first look, which prints the free memory.
+
+    Args:
+        timeline: of the rank, baseline subtracted.
+        stated: the rank's ledger by vLLM's log.
+        total_gib: the card's memory by NVML; None for host memory.
+        baseline_gib: held before vLLM started; None where nobody saw it, the peak then holds it.
+        free_gib: free at vLLM's first look.
+    """
+    if not timeline.used_gib:
+        return None
+    peak = max(timeline.used_gib)
+    if timeline.measure == "host":
+        return MemoryLedger(view="seen", peak_gib=peak)
+    total, baseline = round(total_gib, 4), None if baseline_gib is None else round(baseline_gib, 4)
+    context = unprofiled = budget = None
+    if None not in (free_gib, baseline):
+        context = round(total - baseline - free_gib, 4)
+        if stated is not None and stated.budget_gib is not None and not stated.pool_given:
+            budget = stated.budget_gib
+            unprofiled = round(peak - context - budget, 4)
+    return MemoryLedger(
+        view="seen",
+        total_gib=stated.total_gib if stated else None,
+        device_total_gib=total,
+        budget_gib=budget,
+        context_gib=context,
+        unprofiled_gib=unprofiled,
+        baseline_gib=baseline,
+        peak_gib=peak,
+        headroom_gib=round(total - (baseline or 0.0) - peak, 4),
+    )
 
 
 def decisive_error(events) -> vllm_log.Event | None:

@@ -20,6 +20,7 @@ from memlab.ledger import MemoryLedger
 
 SCHEMA = 1
 MAX_BYTES = 64 * 1024
+WATCHED = "watch"  # the lab of a record of somebody's running server: nobody asked for its run
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 
 # "died" is a server that ended while serving, for another reason than memory.
@@ -28,11 +29,14 @@ Outcome = Literal["ok", "failed_to_start", "out_of_memory", "timed_out", "stoppe
 
 @dataclass(frozen=True)
 class Machine:
-    """Hardware and driver. On the CPU backend ``gpu`` is None and the totals are the host's memory."""
+    """Hardware and driver. On the CPU backend ``gpu`` is None and the totals are the host's memory.
+
+    Of a server on another machine, watched from afar, all but the name may be None.
+    """
 
     name: str
     gpu: str | None
-    gpu_count: int
+    gpu_count: int | None
     total_gib: float | None
     nvml_total_gib: float | None = None
     compute_capability: list[int] | None = None
@@ -44,10 +48,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class Engine:
-    backend: Literal["cuda", "cpu"]
+    """Versions and choices of the engine; None is what a watch from outside could not see."""
+
+    backend: Literal["cuda", "cpu"] | None
     vllm: str
-    torch: str
-    python: str
+    torch: str | None
+    python: str | None
     runner: Literal["V0", "V1", "V2"] | None = None
     attention: str | None = None
     sampler: str | None = None
@@ -57,14 +63,14 @@ class Engine:
 @dataclass(frozen=True)
 class Model:
     name: str
-    load_format: str
+    load_format: str | None
     shape: dict[str, object]
     parameters: int | None = None
 
 
 @dataclass(frozen=True)
 class Flags:
-    """As given, and as vLLM resolved them; both by vLLM's names with underscores."""
+    """As given, and as vLLM resolved them; both by vLLM's names with underscores. What was not seen is not there."""
 
     given: dict[str, object]
     resolved: dict[str, object]
@@ -247,8 +253,10 @@ class RunRecord:
         if self.machine.gpu:
             count = f"{self.machine.gpu_count} × " if self.machine.gpu_count > 1 else ""
             hardware = f"{count}{self.machine.gpu}"
-        else:
+        elif self.engine.backend == "cpu":
             hardware = f"CPU backend, {self.machine.cpu_cores} cores, host memory"
+        else:
+            hardware = "hardware not seen"
         if self.card:
             hardware += f" playing a {self.card}"
         weights = ", dummy weights" if self.model.load_format == "dummy" else ""
@@ -555,6 +563,8 @@ def differences(
     ):
         if wanted != recorded:
             found[name] = (wanted, recorded)
+    if record.lab == WATCHED:
+        return found
     length = model_max_len(record)
     context = (record.machine, record.engine.backend, record.engine.vllm, length, record.card)
     wanted, recorded = memory_flags(asked, *context), memory_flags(record.served_flags, *context)
