@@ -105,7 +105,8 @@ def _reader(parse):
         try:
             return parse(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
+            what = {int: f"{text!r} is no whole number", float: f"{text!r} is no number"}.get(parse, str(error))
+            raise argparse.ArgumentTypeError(what) from error
 
     return read
 

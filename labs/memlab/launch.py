@@ -87,7 +87,7 @@ def _split(line: str) -> tuple[list[str], list[str]]:
 
 
 def _left_out(variables: list[str]) -> str:
-    return f"variables of the environment were left out: {', '.join(variables)}"
+    return f"Variables of the environment were left out: {', '.join(variables)}"
 
 
 def _mentions_vllm(words: list[str]) -> bool:
@@ -191,7 +191,7 @@ def _from_yaml(text: str) -> Launch:
     notes = []
     if len(found) > 1:
         others = ", ".join(other or "without a name" for other, _ in found[1:])
-        notes.append(f"read {name or 'the first'}; the file also starts vLLM in: {others}")
+        notes.append(f"Read {name or 'the first'}; the file also starts vLLM in: {others}")
     variables = _variables(container.get("environment") or container.get("env"))
     if variables:
         notes.append(_left_out(variables))

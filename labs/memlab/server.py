@@ -116,7 +116,7 @@ class Server:
             self.events += events
         for event in events:
             phase = vllm_log.phase_of(event)
-            if phase and "ready" not in (p.name for p in self.phases):
+            if phase and not {"ready", "stopping"} & {p.name for p in self.phases}:
                 self._begin(phase)
 
     def mark(self, phase: str) -> None:

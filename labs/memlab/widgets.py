@@ -25,9 +25,9 @@ from memlab.record import RunRecord
 from memlab.units import show_gib, show_tokens
 
 RECORDED_RUNS = "../book/reference/recorded-runs.html"  # from a lab's page in the book
+UNSET = ""  # in a Dropdown None means that nothing is chosen
 DRAW_EVERY_S = 1.0
 SAY_EVERY_S = 10.0
-_WIDE = w.Layout(width="100%")
 
 _STYLE = """<style>
 .memlab-panel {max-width: 60em}
@@ -39,14 +39,19 @@ _STYLE = """<style>
   border-bottom: 1px solid var(--jp-border-color2, #8886)}
 .memlab-panel th:first-child, .memlab-panel td:first-child {text-align: left}
 .memlab-panel .scroll {overflow-x: auto}
-.memlab-note {font-size: .9em; opacity: .85; margin: 0}
+.memlab-note {font-size: .9em; margin: .3em 0 0 .4em}
 .memlab-say {border-left: 4px solid currentColor; padding: .3em .7em; margin: .2em 0;
   background: var(--jp-layout-color2, #8882)}
-.memlab-command {user-select: all; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2em 0; padding: .5em .7em;
-  background: var(--jp-layout-color2, #8882); font-family: var(--jp-code-font-family, monospace); font-size: .9em}
+.memlab-panel pre.memlab-command {user-select: all; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2em 0;
+  padding: .5em .7em; background: var(--jp-layout-color2, #8882); font-family: var(--jp-code-font-family, monospace); font-size: .9em}
+.memlab-panel a {color: var(--jp-content-link-color, revert); text-decoration: underline}
 .memlab-heard {position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%)}
 .memlab-quiz .widget-radio-box label {height: auto; white-space: normal; line-height: 1.4}
 </style>"""
+
+
+def _wide() -> w.Layout:
+    return w.Layout(width="100%")
 
 
 def in_book() -> bool:
@@ -145,10 +150,10 @@ class _View:
         self._shown: tuple | None = None
         self.notes = {name: w.HTML(layout=w.Layout(flex="1 1 16em", width="auto")) for name in panel.NAMES}
         self.inputs = {control.name: self._input(control) for control in owner.controls()}
-        self.message = w.HTML(layout=_WIDE)
-        self.command = w.HTML(layout=_WIDE)
-        self.predicted = w.HTML(layout=_WIDE)
-        self.errors = w.Output(layout=_WIDE)
+        self.message = w.HTML(layout=_wide())
+        self.command = w.HTML(layout=_wide())
+        self.predicted = w.HTML(layout=_wide())
+        self.errors = w.Output(layout=_wide())
         replayed = owner.here.replayed
         self.run = w.Button(
             description="Show the recorded run" if replayed else "Run", icon="play", button_style="primary"
@@ -160,25 +165,25 @@ class _View:
         self.reset = w.Button(
             description="Back to the lab's settings", icon="undo", tooltip="Set every control as at first"
         )
-        self.run.layout.width = self.reset.layout.width = "auto"
+        self.run.layout.width = self.stop.layout.width = self.reset.layout.width = "auto"
         self.pasted = w.Textarea(
             placeholder="vllm serve ..., docker run ..., or a compose file, systemd unit or Kubernetes container",
             description="",
-            layout=w.Layout(width="100%", height="8em"),
+            layout=w.Layout(width="auto", height="8em"),
         )
         self.pasted.tooltip = "A launch of vLLM; nothing of it is run"
         self.take = w.Button(description="Set the controls from it", icon="paste", layout=w.Layout(width="auto"))
         self.heard = w.HTML(layout=w.Layout(width="auto", margin="0"))
-        self.ticker = w.HTML(layout=_WIDE)
-        self.live = w.HTML(layout=_WIDE)
+        self.ticker = w.HTML(layout=_wide())
+        self.live = w.HTML(layout=_wide())
         self.figure_of = w.ToggleButtons(
             options=["Memory over time", "Ledger"], tooltips=["GiB, phase by phase", "GiB, term by term"]
         )
         self.figure_of.style.button_width = "auto"
-        self.figure = w.HTML(layout=_WIDE)
-        self.table = w.HTML(layout=_WIDE)
+        self.figure = w.HTML(layout=_wide())
+        self.table = w.HTML(layout=_wide())
         self.removes = w.HBox(layout=w.Layout(flex_flow="row wrap", width="100%"))
-        self.compared = w.VBox([self.figure_of, self.figure, self.table, self.removes], layout=_WIDE)
+        self.compared = w.VBox([self.figure_of, self.figure, self.table, self.removes], layout=_wide())
         self.run.on_click(self._run)
         self.stop.on_click(self._stop)
         self.reset.on_click(self._reset)
@@ -191,15 +196,15 @@ class _View:
         taught = [self._row(name) for name in self.panel.teaches]
         flags = [self._row(name) for name in ("model", "card", *panel.FLAGS) if name not in self.panel.teaches]
         sent = [self._row(name) for name in panel.TRAFFIC if name not in self.panel.teaches]
-        folded = [w.VBox(flags, layout=_WIDE), w.VBox(sent, layout=_WIDE)]
+        folded = [w.VBox(flags, layout=_wide()), w.VBox(sent, layout=_wide())]
         titles = ["All flags", "Traffic"]
-        folded.append(w.VBox([self.pasted, self.take], layout=_WIDE))
+        folded.append(w.VBox([self.pasted, self.take], layout=_wide()))
         titles.append("Paste a launch of vLLM")
-        fold = w.Accordion(folded, titles=titles, selected_index=None, layout=_WIDE)
+        fold = w.Accordion(folded, titles=titles, selected_index=None, layout=w.Layout(width="auto"))
         buttons = w.HBox([self.run, self.stop, self.reset], layout=w.Layout(flex_flow="row wrap"))
         parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), *taught, fold, self.command, self.predicted]
         parts += [self.message, buttons, self.errors, self.heard, self.ticker, self.live, self.compared]
-        box = w.VBox(parts, layout=w.Layout(width="100%"))
+        box = w.VBox(parts, layout=_wide())
         box.add_class("memlab-panel")
         return box
 
@@ -209,8 +214,8 @@ class _View:
     def _input(self, control: panel.Control):
         common = {
             "description": control.name,
-            "style": {"description_width": "13em"},
-            "layout": w.Layout(width="27em", max_width="100%", flex="0 1 27em"),
+            "style": {"description_width": "15em"},
+            "layout": w.Layout(width="30em", max_width="100%", flex="0 1 30em"),
             "tooltip": panel.HELP[control.name],
         }
         made = w.Combobox(continuous_update=False, **common) if control.free else w.Dropdown(**common)
@@ -227,7 +232,7 @@ class _View:
             self.panel.enter(name, change["new"])
             self.refresh()
         else:
-            self.panel.set(**{name: change["new"]})
+            self.panel.set(**{name: None if change["new"] == UNSET else change["new"]})
 
     @_guarded
     def _run(self, _) -> None:
@@ -329,10 +334,10 @@ class _View:
             if name not in owner.mistakes:
                 made.value = panel.show(name, value)
         else:
-            options = [(panel.show(name, each) or unset, each) for each in control.values]
+            options = [(panel.show(name, each) or unset, UNSET if each is None else each) for each in control.values]
             if list(made.options) != options:
                 made.options = options
-            made.value = value
+            made.value = UNSET if value is None else value
         made.disabled = bool(control.off) or owner.running
         if name in owner.mistakes:
             text = f"Not read: {owner.mistakes[name]}"
@@ -369,8 +374,7 @@ class _View:
             self.show_error(self.panel.error)
         self.refresh()
         if self.panel.error is None and self.panel.runs:
-            text = f"Ended: {lab.summary(self.panel.runs[-1])}"
-            self.heard.value = f'<div class="memlab-heard" role="status" aria-live="polite">{html.escape(text)}</div>'
+            self.heard.value = _say(lab.summary(self.panel.runs[-1]), "Ended.")
 
     @_guarded
     def _redraw_figure(self, _) -> None:
@@ -475,7 +479,7 @@ class Guess:
         self._commit = w.Button(description="Commit", icon="lock", disabled=False) if not in_book() else None
         if self._commit:
             self._commit.on_click(self._committed)
-            self._reply = w.HTML(layout=_WIDE)
+            self._reply = w.HTML(layout=_wide())
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -520,7 +524,9 @@ class Guess:
             w.HBox([field, w.HTML(html.escape(self.questions[term]))], layout=w.Layout(flex_flow="row wrap"))
             for term, field in self._fields.items()
         ]
-        box = w.VBox([w.HTML(_STYLE, layout=w.Layout(display="none")), *rows, self._commit, self._reply], layout=_WIDE)
+        box = w.VBox(
+            [w.HTML(_STYLE, layout=w.Layout(display="none")), *rows, self._commit, self._reply], layout=_wide()
+        )
         box.add_class("memlab-panel")
         return box._repr_mimebundle_()
 
@@ -577,11 +583,11 @@ class Quiz:
         self.choice = w.RadioButtons(
             options=[(answer.text, number) for number, answer in enumerate(answers)],
             value=None,
-            layout=w.Layout(width="100%"),
+            layout=_wide(),
             tooltip=question,
         )
         self.check = w.Button(description="Check", icon="check")
-        self.reply = w.HTML(layout=_WIDE)
+        self.reply = w.HTML(layout=_wide())
         self.check.on_click(self._check)
 
     def _check(self, _) -> None:
@@ -601,8 +607,8 @@ class Quiz:
             )
             html_ = f'<div class="memlab-quiz">{question}{answers}</div>'
             return {"text/html": html_, "text/plain": self.question}
-        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), w.HTML(question, layout=_WIDE)]
-        box = w.VBox([*parts, self.choice, self.check, self.reply], layout=_WIDE)
+        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), w.HTML(question, layout=_wide())]
+        box = w.VBox([*parts, self.choice, self.check, self.reply], layout=_wide())
         box.add_class("memlab-panel")
         box.add_class("memlab-quiz")
         return box._repr_mimebundle_()
