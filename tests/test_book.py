@@ -21,7 +21,15 @@ import fixtures_record as fixtures
 from memlab import record, units
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("book/index", "book/01-ledger", "book/reference/recorded-runs", "labs/01-ledger")
+PAGES = (
+    "book/index",
+    "book/start-here",
+    "book/00-one-request",
+    "book/01-ledger",
+    "book/reference/recorded-runs",
+    "book/reference/glossary",
+    "labs/01-ledger",
+)
 
 # Every process that Python starts below the build says what it starts.
 AUDIT = """
@@ -178,6 +186,24 @@ def test_a_number_says_where_it_was_measured_and_links_there(site):
     assert re.search(r"vLLM \d", link["title"]) and "recorded-runs.html#" in link["href"]
 
 
+def test_chapter_0_cites_the_moments_that_it_names(site):
+    text = (site["source"] / "book" / "00-one-request.md").read_text(encoding="utf-8")
+    (before, *after) = (int(index) for index in re.findall(r"used_gib\.(\d+)", text))
+    (busy, *idle) = (int(index) for index in re.findall(r"kv_cache_usage\.(\d+)", text))
+    (line,) = (rank.timeline for rank in held("h200-eager", "ranks", site["source"]))
+    series = held("h200-eager", "series", site["source"])
+    start = next(phase.start_s for phase in held("h200-eager", "phases", site["source"]) if phase.name == "traffic")
+    assert line.time_s[before] > start and line.used_gib[before] == line.used_gib[before - 1]
+    assert all(line.used_gib[index] == max(line.used_gib) for index in after)
+    assert series.running[busy] == held("h200-eager", "traffic.requests", site["source"])
+    assert all(series.running[index] == 0 and line.time_s[after[0]] > series.time_s[index] for index in idle)
+
+
+def test_a_missing_drawing_fails_the_build(tmp_path):
+    built, _ = build_page(tmp_path, "```{drawing} absent A caption\nIts words.\n```")
+    assert built.returncode != 0 and "no drawing assets/figures/absent.svg" in built.stdout + built.stderr
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_every_figure_has_a_description_and_its_data(site, page):
     article = soup(site, page).select_one("article")
@@ -186,7 +212,7 @@ def test_every_figure_has_a_description_and_its_data(site, page):
         assert len(figure.select_one("svg[role=img] > desc").get_text()) > 60
         assert figure.select("details table tbody tr") and figure.find("figcaption").get_text()
     assert all(image.get("alt") for image in article.select("img"))
-    assert len(figures) >= {"book/01-ledger": 3, "labs/01-ledger": 2}.get(page, 0)
+    assert len(figures) >= {"book/00-one-request": 3, "book/01-ledger": 3, "labs/01-ledger": 2}.get(page, 0)
 
 
 @pytest.mark.parametrize("page", PAGES)
