@@ -103,6 +103,11 @@ def test_a_peak_that_the_timeline_does_not_show_is_refused():
         record.validate(replace(made, ranks=[replace(rank, timeline=line)]))
 
 
+def test_a_line_of_the_log_is_written_as_it_was():
+    made = cuda_record(log=["Using FLASH_ATTN out of ['FLASH_ATTN', 'TRITON_ATTN'] [1, 2]"])
+    assert record.from_dict(json.loads(record.dumps(made))).log == made.log
+
+
 def test_a_record_larger_than_a_page_of_git_is_refused():
     with pytest.raises(RecordError, match="make its series coarser"):
         record.dumps(cuda_record(log=["a line of the log"] * 5000))
@@ -207,8 +212,9 @@ def test_a_pool_given_in_bytes_owes_the_budget_nothing():
 # ---- the library's first rule: the plain half needs nothing installed ----
 
 PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "doctor", "record")
-ORDER = (*PLAIN, "gpu", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm", "server",
-         "traffic", "lab", "sweep", "preflight", "notebook", "plots", "launch", "panel", "widgets", "cli")  # fmt: skip
+ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
+         "server", "traffic", "lab", "sweep", "screen", "attach", "watch", "preflight", "notebook", "plots", "launch",
+         "panel", "widgets", "cli")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

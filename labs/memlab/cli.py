@@ -31,6 +31,15 @@ def main(argv: list[str] | None = None) -> int:
     sweep.add_argument("--seconds", type=float, help="begin nothing that would end later")
     sweep.add_argument("--keep", action="store_true", help="put the records into labs/records")
 
+    watch = commands.add_parser("watch", help="look at a vLLM server that is running, read-only; keeps a record")
+    watch.add_argument("--url", default="http://127.0.0.1:8000", help="where it answers (default: %(default)s)")
+    watch.add_argument(
+        "--pid", type=int, help="its process, also while it starts (default: the one that listens there)"
+    )
+    watch.add_argument("--log", type=Path, help="the file of its output (default: where its process writes, if a file)")
+    watch.add_argument("--seconds", type=float, help="end after so long (default: Ctrl-C, or the server's end)")
+    watch.add_argument("--json", action="store_true", help="a line of JSON each second, and the record at the end")
+
     records = commands.add_parser("records", help="list, check, keep recorded runs")
     which = records.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = which.add_parser("list", help="the records of the project")
@@ -43,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = parser.parse_args(argv)
     try:
-        commands_ = {"preflight": _preflight, "run": _run, "sweep": _sweep, "records": _records}
+        commands_ = {"preflight": _preflight, "run": _run, "sweep": _sweep, "watch": _watch, "records": _records}
         return commands_[arguments.command](arguments)
     except MemlabError as error:
         print(f"memlab: {error}", file=sys.stderr)
@@ -125,6 +134,12 @@ def _grid(path: Path) -> list[dict]:
         return json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise MemlabError(f"{path} is no grid file ({error}): give a JSON list of settings") from error
+
+
+def _watch(arguments) -> int:
+    from memlab import watch
+
+    return watch.run(arguments.url, arguments.pid, arguments.log, arguments.seconds, arguments.json)
 
 
 def _short(path: Path) -> str:

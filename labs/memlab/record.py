@@ -451,7 +451,7 @@ def dumps(record: RunRecord) -> str:
     data = to_dict(record)
     from_dict(json.loads(json.dumps(data)))
     text = json.dumps(data, indent=1, allow_nan=False, ensure_ascii=False)
-    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", "", match.group()), text) + "\n"
+    text = re.sub(r"\[\n[^\[\]{}\"]*\]", lambda match: re.sub(r"\s+", "", match.group()), text) + "\n"
     size = len(text.encode())
     if size > MAX_BYTES:
         raise RecordError(f"record {record.id} takes {size} bytes of at most {MAX_BYTES}: make its series coarser")
