@@ -5,6 +5,7 @@ import http.server
 import io
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -28,6 +29,7 @@ from memlab.units import GIB
 DATA = Path(__file__).parent / "data"
 LABS = Path(__file__).parent.parent / "labs"
 PAGES = {path.name: path.read_text() for path in (DATA / "metrics").glob("*.txt")}
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 CPU, OLD, TWO = "vllm-0.32.0-cpu.txt", "composed-0.26.0.txt", "composed-0.33.0-dp2.txt"
 OOM = "\n".join(
     (
@@ -276,6 +278,27 @@ def test_a_dead_engine_behind_a_living_port_is_not_an_orderly_end(monkeypatch):
     assert (code, found.outcome) == (1, "died")
 
 
+@linux
+@pytest.mark.parametrize("ending", ["SIGTERM", "SIGHUP", "SIGINT", None])
+def test_however_the_watch_is_ended_its_record_is_there(tmp_path, ending):
+    env = {**os.environ, "PYTHONPATH": str(LABS), "MEMLAB_RUNS": str(tmp_path)}
+    with FakeServer(PAGES[CPU]) as server:
+        words = [sys.executable, "-m", "memlab.cli", "watch", "--url", server.url, "--json"]
+        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        child.stdout.readline()
+        if ending is None:
+            child.stdout.close()  # as ``| head -1`` does
+        else:
+            child.send_signal(getattr(signal, ending))
+        said = child.stderr.read()
+        assert child.wait(30) == 0, said
+    (path,) = (tmp_path / "watch").glob("*.json")
+    assert record.read(path).outcome == "ok"
+    assert said == ""
+    child.stderr.close()
+    child.stdout.close()
+
+
 def test_a_long_watch_keeps_the_fullest_moment():
     poller = attach.Poller(None, 0.0)
     for second in range(5000):
@@ -337,6 +360,7 @@ def process_named_vllm(tmp_path, *arguments: str, log: str = "", **variables):
 LOG = (DATA / "vllm_logs" / "composed-0.33.0-h200-eager.log").read_text()
 
 
+@linux
 def test_the_process_that_listens_is_found_with_its_flags_and_its_log(tmp_path):
     arguments = ("me/model", "--max-model-len", "4k", "-tp", "2", "--max_num_seqs=64")
     with process_named_vllm(tmp_path, *arguments, log=LOG) as (child, url, _):
@@ -352,6 +376,7 @@ def test_the_process_that_listens_is_found_with_its_flags_and_its_log(tmp_path):
     assert any("KV cache" in line for line in found.log)
 
 
+@linux
 def test_neither_keys_nor_places_of_a_process_are_recorded(tmp_path):
     secret = "correct-horse-battery"
     arguments = (
@@ -386,6 +411,7 @@ def test_neither_keys_nor_places_of_a_process_are_recorded(tmp_path):
     assert found.engine.environment == {"NCCL_P2P_DISABLE": "1"}
 
 
+@linux
 def test_a_process_that_runs_out_of_memory_is_a_record_with_the_logs_reason(tmp_path):
     with process_named_vllm(tmp_path, "m", log=LOG) as (child, url, log):
 
@@ -402,6 +428,7 @@ def test_a_process_that_runs_out_of_memory_is_a_record_with_the_logs_reason(tmp_
     assert "out of memory" in out
 
 
+@linux
 def test_an_earlier_start_in_the_same_file_is_not_this_ones(tmp_path):
     with process_named_vllm(tmp_path, "m", log=LOG + OOM + "\n" + LOG) as (child, url, _):
         threading.Timer(1.0, child.kill).start()
@@ -409,6 +436,7 @@ def test_an_earlier_start_in_the_same_file_is_not_this_ones(tmp_path):
     assert found.outcome == "stopped"
 
 
+@linux
 def test_a_pid_that_is_not_there_or_serves_elsewhere_is_said(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()
@@ -450,6 +478,7 @@ def test_a_command_line_is_read_however_vllm_was_started():
 # ---- a GPU: the driver is made up, the rules are not ----
 
 
+@linux
 def test_the_ledger_by_the_driver_adds_up_and_names_what_others_take(tmp_path, monkeypatch):
     total, used, own = 140.4, [37.0], [36.0]
     device = gpu.Device(0, "GPU-x", "NVIDIA H200", total, 0.6, (9, 0), "580.1", "13.0", False)
@@ -479,6 +508,7 @@ def test_the_ledger_by_the_driver_adds_up_and_names_what_others_take(tmp_path, m
     assert crowded.weak.term == "headroom"
     assert "Other processes took 103.20 GiB" in crowded.weak.sentence
     assert made.machine.gpu == "NVIDIA H200"
+    assert made.ranks[0].foreign_gib == 0.5
     assert record.from_dict(json.loads(record.dumps(made))) == made
 
 
@@ -511,7 +541,8 @@ CALM = Sight(
         ({"headroom_gib": 0.8, "unprofiled_gib": 0.9}, "headroom", "0.90 GiB beyond its budget"),
         ({"headroom_gib": 0.8, "unprofiled_gib": 0.7}, "none", "0.80 GiB"),
         ({"headroom_gib": 0.1, "foreign_growth_gib": 3.0}, "headroom", "other processes took 3.00 GiB"),
-        ({"foreign_growth_gib": 3.0}, "foreign", "took 3.00 GiB"),
+        ({"foreign_growth_gib": 3.0}, "none", "9.00 GiB were free"),
+        ({"foreign_growth_gib": 8.8}, "foreign", "took 8.80 GiB"),
         ({"foreign_growth_gib": 0.1}, "none", ""),
         ({"host_free_gib": 0.5, "headroom_gib": 0.1}, "host_memory", "kernel kills"),
         ({"kv_usage": 0.97, "waiting": 5}, "kv_cache", "memory does not run out"),

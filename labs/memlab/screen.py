@@ -79,7 +79,7 @@ def weak_spot(sight: Sight) -> WeakSpot:
     elif sight.host_free_gib is not None:
         seen.append(f"{show_gib(sight.host_free_gib)} of host memory are free")
     unseen = "" if len(seen) > 1 else ". The memory itself is not seen"
-    return WeakSpot("none", f"none: {', '.join(seen)}{unseen}")
+    return WeakSpot("none", f"none. {', '.join(seen)}{unseen}")
 
 
 def _host(sight: Sight) -> WeakSpot | None:
@@ -113,12 +113,15 @@ def _headroom(sight: Sight) -> WeakSpot | None:
 
 
 def _foreign(sight: Sight) -> WeakSpot | None:
-    if sight.foreign_growth_gib is None or sight.foreign_growth_gib < FOREIGN_GIB:
+    growth = sight.foreign_growth_gib
+    if growth is None or growth < FOREIGN_GIB:
         return None
+    if sight.headroom_gib is not None and sight.headroom_gib - growth >= HEADROOM_GIB:
+        return None  # as much again still leaves room
     left = "" if sight.headroom_gib is None else f", and {show_gib(sight.headroom_gib)} were left at the worst moment"
     return WeakSpot(
         "foreign",
-        f"other processes on {sight.card}: they took {show_gib(sight.foreign_growth_gib)} since the watch began{left}. "
+        f"other processes on {sight.card}: they took {show_gib(growth)} since the watch began{left}. "
         "vLLM planned without them: stop them, or restart the server beside them",
     )
 
@@ -136,7 +139,7 @@ def _pool(sight: Sight) -> WeakSpot | None:
     return WeakSpot(
         "kv_cache",
         f"the pool of the KV cache: {', '.join(signs)}. Requests get slower; memory does not run out. A larger pool, "
-        "fewer --max-num-seqs or --kv-cache-dtype fp8 helps",
+        "a lower --max-num-seqs or --kv-cache-dtype fp8 helps",
     )
 
 

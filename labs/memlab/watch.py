@@ -38,7 +38,8 @@ from memlab.attach import (
 )
 from memlab.errors import MemlabError
 from memlab.record import Engine, Flags, KVCache, Machine, Model, Rank, RunRecord, Series
-from memlab.screen import Gauge, Sight, View, clean, frame, line, weak_spot
+from memlab.screen import FOREIGN_GIB, Gauge, Sight, View, clean, frame, line, weak_spot
+from memlab.units import show_gib
 
 GONE_AFTER = 3  # connections refused in a row, where no process is seen
 DEVICE_HZ = 20.0
@@ -75,6 +76,7 @@ class Watch:
         self._predicted = False
         self.baselines: list[float | None] = []
         self.foreign: list[float | None] = []
+        self.others: list[float | None] = []  # what the driver shows of other processes, at the first look
         self.used_gib: list[float] = []
         self.machine = Machine("unseen", gpu=None, gpu_count=None, total_gib=None)
         self._bases: list[float] = []
@@ -163,6 +165,7 @@ class Watch:
             now = [gpu.used_gib(device.uuid) for device in used]
             held = [self._own_gib(device.uuid) for device in used]
             self.baselines = [None if h is None else n - h for n, h in zip(now, held, strict=True)]
+            self.others = [self._others_gib(device.uuid) for device in used]
             self._bases = [baseline or 0.0 for baseline in self.baselines]
             self.foreign = list(self.baselines)
             uuids = [device.uuid for device in used]
@@ -187,6 +190,12 @@ class Watch:
         own = set(self.process.pids())
         held = [p.used_gib for p in gpu.processes(uuid) or () if p.pid in own]
         return None if not held or None in held else sum(held)
+
+    def _others_gib(self, uuid: str) -> float | None:
+        own = set(self.process.pids())
+        others = gpu.foreign(uuid, own)
+        held = [process.used_gib for process in others or ()]
+        return None if others is None or None in held else round(sum(held), 4)
 
     def _engine(self) -> dict:
         return vllm_log.engine(self.reader.events) if self.reader else {}
@@ -293,7 +302,8 @@ class Watch:
         stated = self.latest().kv
         if stated is None and self.reader:
             told = vllm_log.stated_kv(self.reader.events[:])
-            stated = KVCache(told.tokens, told.blocks, told.block_size, told.max_concurrency)
+            if (told.tokens, told.blocks) != (None, None):
+                stated = KVCache(told.tokens, told.blocks, told.block_size, told.max_concurrency)
         if stated is not None and stated.tokens is None and None not in (stated.blocks, stated.block_size):
             stated = replace(stated, tokens=stated.blocks * stated.block_size)
         return stated
@@ -308,11 +318,14 @@ class Watch:
         growth = None
         if self.devices and None not in (self.foreign[number], self.baselines[number]):
             growth = self.foreign[number] - self.baselines[number]
+        unprofiled = seen[number].unprofiled_gib if seen[number] else None
+        if None not in (unprofiled, growth):
+            unprofiled -= max(0.0, growth)
         return Sight(
             backend=self.backend,
             card=f"GPU {self.devices[number].index}" if self.devices else "the card",
             headroom_gib=seen[number].headroom_gib if seen[number] else None,
-            unprofiled_gib=seen[number].unprofiled_gib if seen[number] else None,
+            unprofiled_gib=unprofiled,
             foreign_growth_gib=growth,
             host_free_gib=host.memory().available_gib if self.process else None,
             kv_usage=now.kv_usage,
@@ -336,6 +349,10 @@ class Watch:
         queries, hits = self.poller.change("prefix_queries", 60), self.poller.change("prefix_hits", 60)
         share = hits[0] / queries[0] if queries and hits and queries[0] > 0 else None
         error = lab.decisive_error(self.reader.events[:]) if self.reader else None
+        notes = [*self.notes, *(self.process.notes if self.process else [])]
+        if (sight.foreign_growth_gib or 0.0) >= FOREIGN_GIB:
+            grown = show_gib(sight.foreign_growth_gib)
+            notes.append(f"The peak holds {grown} that other processes on {sight.card} took since the watch began.")
         return View(
             url=self.client.url,
             watched_s=self.now(),
@@ -355,7 +372,7 @@ class Watch:
             memory=tuple(self._gauges(sight.host_free_gib)),
             ledgers=ledgers[number],
             log_error=clean(error.text, 300) if error else None,
-            notes=tuple([*self.notes, *(self.process.notes if self.process else [])]),
+            notes=tuple(notes),
         )
 
     def _title(self) -> tuple[str, ...]:
@@ -366,7 +383,9 @@ class Watch:
             parts.append(count + clean(self.devices[0].name, 40))
         elif self.backend == "cpu":
             parts.append("CPU backend")
-        if self.reader and self.reader.phase:
+        if self.poller.dead:
+            parts.append("the engine is dead (HTTP 503)")
+        elif self.reader and self.reader.phase:
             parts.append(self.reader.phase.replace("_", " "))
         elif not self.poller.recent:
             parts.append("does not answer yet")
@@ -386,9 +405,10 @@ class Watch:
         for number, value in enumerate(self.used_gib):
             used, peak = value - self._bases[number], max(self.sampler.timelines()[number].used_gib)
             if self.devices:
-                device, own = self.devices[number], self.baselines[number] is not None
-                total = device.total_gib
-                found.append(Gauge(f"GPU {device.index}", used, peak, own, total, total - value))
+                device, foreign = self.devices[number], self.foreign[number]
+                own = foreign is not None
+                held = min(used, value - foreign) if own else used
+                found.append(Gauge(f"GPU {device.index}", held, peak, own, device.total_gib, device.total_gib - value))
             else:
                 found.append(Gauge("host", used, peak, True, self.machine.total_gib, host_free_gib))
         return found
@@ -403,10 +423,9 @@ class Watch:
         ranks = []
         for number, views in enumerate(ledgers):
             line_ = timelines[number] if timelines and timelines[number].used_gib else None
-            foreign = self.baselines[number] if self.devices else None
-            held = None if foreign is None else round(foreign, 4)
             if line_ or views.get("stated"):
-                ranks.append(Rank(views.get("stated"), views.get("seen"), line_, held))
+                others = self.others[number] if self.others else None
+                ranks.append(Rank(views.get("stated"), views.get("seen"), line_, others))
         if ledgers[0].get("stated") and ledgers[0]["stated"].total_gib:
             machine = replace(machine, total_gib=ledgers[0]["stated"].total_gib)
         version = self.version or version_text(engine.get("vllm_version")) or "unknown"
