@@ -437,6 +437,17 @@ def test_an_earlier_start_in_the_same_file_is_not_this_ones(tmp_path):
 
 
 @linux
+def test_a_log_whose_terms_do_not_add_up_costs_its_ledger_and_not_the_record(tmp_path):
+    broken = LOG.replace("18.45 GiB", "88.45 GiB").replace("max_seq_len=32768", "max_seq_len=many")
+    assert broken != LOG
+    with process_named_vllm(tmp_path, "m", log=broken) as (_, url, _):
+        _, _, found = watched(url, 1.0)
+    assert found.outcome == "ok"
+    assert found.ranks == []
+    assert any("88.45 GiB" in line for line in found.log), "the lines themselves are kept"
+
+
+@linux
 def test_a_pid_that_is_not_there_or_serves_elsewhere_is_said(tmp_path):
     gone = subprocess.Popen([sys.executable, "-c", ""])
     gone.wait()

@@ -219,10 +219,10 @@ class Watch:
                 self.prediction = ledger.predict(self.shape, total, self.resolved, record.version_of(version))
 
     def _max_model_len(self) -> int | None:
-        stated = self.served.get("max_model_len")
-        if isinstance(stated, int) and not isinstance(stated, bool) and 0 < stated < 1 << 40:
-            return stated
-        return self._engine().get("max_model_len")
+        for stated in (self.served.get("max_model_len"), self._engine().get("max_model_len")):
+            if isinstance(stated, int) and not isinstance(stated, bool) and 0 < stated < 1 << 40:
+                return stated
+        return None
 
     # while it lasts
 
@@ -283,7 +283,10 @@ class Watch:
         for number in range(max(1, len(timelines))):
             name = names[number] if number < len(names) else names[0]
             views = {"predicted": self.prediction.ledger if self.prediction else None}
-            views["stated"] = vllm_log.stated_ledger(events, name) or self._stated_by_metrics()
+            stated = vllm_log.stated_ledger(events, name)
+            if stated is not None and not all(identity.holds for identity in stated.identities()):
+                stated = None  # of a version that is not understood, or of several servers in one file
+            views["stated"] = stated or self._stated_by_metrics()
             if timelines and timelines[number].used_gib:
                 total = self.devices[number].total_gib if self.devices else None
                 free = vllm_log.free_at_start_gib(events)
