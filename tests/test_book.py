@@ -88,7 +88,7 @@ def soup(site, page: str) -> BeautifulSoup:
 
 def build_page(folder: Path, text: str, *options: str, records=()) -> tuple[subprocess.CompletedProcess, Path]:
     """A book of one page over the given records."""
-    copy_tracked(folder, "_config.yml", "assets/book.css", "assets/favicon.svg", "book/_ext", "labs/memlab")
+    copy_tracked(folder, "_config.yml", "assets", "book/_ext", "labs/memlab")
     (folder / "labs" / "records").mkdir()
     for each in records:
         record.write(each, folder / "labs" / "records")

@@ -27,10 +27,11 @@ from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "labs"))
-# The labs in the book replay recorded runs: building it never starts a server, whatever the environment asks for.
-os.environ["MEMLAB_MODE"] = "replay"
+# The labs in the book replay recorded runs: building it never starts a server, whatever the environment asks for. A
+# panel has no kernel behind it there: it leaves its place to run_browser.
+os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
-from memlab import plots, record, units  # noqa: E402
+from memlab import flags, plots, record, units  # noqa: E402
 from memlab.errors import RecordError  # noqa: E402
 
 RECORDS = ROOT / "labs" / "records"
@@ -57,6 +58,13 @@ class Library:
             return self.records[self.aliases.get(name, name)]
         except KeyError:
             raise RecordError(f"no recorded run {name!r}: see labs/records/ and book/records.yml") from None
+
+    def by_lab(self) -> dict[str, list[record.RunRecord]]:
+        """The runs of each lab, alike ones beside each other."""
+        found: dict[str, list[record.RunRecord]] = {}
+        for run in sorted(self.records.values(), key=lambda run: (run.lab, run.machine.name, run.card or "", run.id)):
+            found.setdefault(run.lab, []).append(run)
+        return found
 
     def value(self, name: str, key: str):
         """What a record holds under a dotted key, such as ``stated.kv_cache_gib`` or ``latency.ttft_ms.p50``."""
@@ -188,6 +196,23 @@ class DrawFigures(SphinxPostTransform):
 # ---- the page of all records ----
 
 
+class folded(nodes.General, nodes.Element):
+    """What opens under a line, of a run whose figures a script adds there."""
+
+
+def open_folded(self, node) -> None:
+    self.body.append(self.starttag(node, "details", **{"data-run": node["run"]}))
+    self.body.append(f"<summary>{self.encode(node['summary'])}</summary>")
+
+
+def close_folded(self, node) -> None:
+    self.body.append("</details>")
+
+
+def pass_through(self, node) -> None:
+    pass
+
+
 def table(header, rows, *classes: str) -> nodes.table:
     """A table of text or of nodes; the first column heads its row."""
     group = nodes.tgroup("", *(nodes.colspec(colwidth=1, stub=number == 0) for number in range(len(header))))
@@ -206,17 +231,93 @@ def key_flags(run: record.RunRecord) -> str:
     return ", ".join(plots.fact(name, value) for name, value in given.items())
 
 
-def title_of(run: record.RunRecord) -> str:
-    resolved = run.flags.resolved
-    parts = [run.model.name, f"vLLM {run.engine.vllm}"]
-    if run.machine.gpu:
-        parts.append(plots.fact("enforce_eager", run.flags.given.get("enforce_eager")))
-    if "max_num_batched_tokens" in resolved:
-        parts.append(f"{resolved['max_num_batched_tokens']} batched tokens")
-    return ", ".join(parts) + (f", repeat {run.repeat}" if run.repeat > 1 else "")
+def traffic_of(run: record.RunRecord) -> str:
+    load = run.traffic
+    if load is None:
+        return "none"
+    at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
+    return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}"
+
+
+def machine_of(run: record.RunRecord) -> str:
+    count = f"{run.machine.gpu_count} × " if run.machine.gpu_count > 1 else ""
+    return count + run.machine.gpu if run.machine.gpu else "CPU backend"
+
+
+def settings(run: record.RunRecord) -> dict[str, str]:
+    """What was asked for, in words by name: the model, where it ran, the flags as vLLM fills them in, the traffic.
+
+    Two runs are repeats of each other where nothing but ``repeat`` differs.
+    """
+    length = record.model_max_len(run)
+    engine = run.engine
+    resolved = record.memory_flags(run.served_flags, run.machine, engine.backend, engine.vllm, length, run.card)
+    order = [field.name for field in flags.MODELLED]
+    known = {name: resolved[name] for name in sorted(resolved, key=lambda n: order.index(n) if n in order else 99)}
+    return {
+        "model": run.model.name,
+        "machine": machine_of(run),
+        "card": run.card or "none",
+        "vLLM": engine.vllm,
+        **{name: setting(name, value) for name, value in known.items()},
+        "traffic": traffic_of(run),
+        "repeat": str(run.repeat),
+    }
+
+
+def setting(name: str, value) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    if value is None:
+        return "unset"
+    if isinstance(value, list):
+        return " ".join(value) or "none"
+    return units.show_gib(units.to_gib(value)) if name == "kv_cache_memory_bytes" else str(value)
+
+
+def in_words(name: str, value: str) -> str:
+    """A setting where its value alone would not say what it is of."""
+    if name in ("model", "machine", "traffic"):
+        return value
+    if name == "card":
+        return "no played card" if value == "none" else f"playing a {value}"
+    if name == "enforce_eager":
+        return "eager" if value == "on" else "CUDA graphs"
+    return f"{name} {value}"
+
+
+def titles(runs: list[record.RunRecord]) -> dict[str, str]:
+    """A title for each run by id: what one looks for first, and further settings until no two titles are the same."""
+    every = {run.id: settings(run) for run in runs}
+    names = list(dict.fromkeys(name for each in every.values() for name in each))
+    chosen = {}
+    for run in runs:
+        played = ["card"] if run.card else []
+        planned = ["gpu_memory_utilization", "enforce_eager"] if run.machine.gpu else []
+        chosen[run.id] = ["model", "machine", *played, "vLLM", *planned]
+
+    def title(id: str) -> str:
+        return ", ".join(in_words(name, every[id].get(name, "unset")) for name in chosen[id])
+
+    while True:
+        alike: dict[str, list[str]] = {}
+        for id in chosen:
+            alike.setdefault(title(id), []).append(id)
+        grown = False
+        for ids in alike.values():
+            values = {name: {every[id].get(name) for id in ids} for name in names if name not in chosen[ids[0]]}
+            telling = next((name for name in values if len(values[name]) > 1), None)
+            if telling:
+                grown = True
+                for id in ids:
+                    chosen[id].append(telling)
+        if not grown:
+            return {id: title(id) for id in chosen}
 
 
 class RecordedRuns(SphinxDirective):
+    """The runs of each lab: an overview, and a section a run, whose body opens."""
+
     def run(self):
         library = self.env.app.memlab_records
         self.env.note_dependency(str(ALIASES))
@@ -224,54 +325,52 @@ class RecordedRuns(SphinxDirective):
             self.env.note_dependency(str(path))
         if not library.records:
             return [nodes.paragraph("", "No run is recorded yet.")]
-        machines: dict[str, list[record.RunRecord]] = {}
-        for run in library.records.values():
-            machines.setdefault(run.machine.name, []).append(run)
-        found = [self.overview(machines)]
-        for name, runs in machines.items():
-            section = nodes.section(
-                "", nodes.title("", runs[0].machine.gpu or "CPU backend"), ids=[f"machine-{anchor(name)}"]
-            )
-            section += [self.section(run, library) for run in runs]
+        found = []
+        for lab, runs in library.by_lab().items():
+            named = titles(runs)
+            section = nodes.section("", nodes.title("", f"Lab {lab}"), ids=[f"lab-{anchor(lab)}"])
+            section += self.overview(runs)
+            section += [self.section(run, named[run.id], library) for run in runs]
             found.append(section)
         return found
 
-    def overview(self, machines) -> nodes.table:
+    def overview(self, runs) -> nodes.table:
         rows = []
-        for runs in machines.values():
-            for run in runs:
-                link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=run.id)
-                played = f" playing a {run.card}" if run.card else ""
-                link += nodes.inline("", (run.machine.gpu or "CPU backend") + played)
-                peak = run.seen.peak_gib if run.seen else None
-                rows.append(
-                    (
-                        nodes.paragraph("", "", link),
-                        run.engine.vllm,
-                        run.model.name,
-                        key_flags(run),
-                        run.outcome.replace("_", " "),
-                        "" if peak is None else units.show_gib(peak),
-                    )
+        for run in runs:
+            link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=run.id)
+            played = f" playing a {run.card}" if run.card else ""
+            link += nodes.inline("", (run.machine.gpu or "CPU backend") + played)
+            peak = run.seen.peak_gib if run.seen else None
+            rows.append(
+                (
+                    nodes.paragraph("", "", link),
+                    run.engine.vllm,
+                    run.model.name,
+                    key_flags(run),
+                    run.outcome.replace("_", " "),
+                    "" if peak is None else units.show_gib(peak),
                 )
+            )
         return table(("machine", "vLLM", "model", "flags given", "outcome", "peak"), rows)
 
-    def section(self, run: record.RunRecord, library: Library) -> nodes.section:
-        section = nodes.section("", nodes.title("", title_of(run)), ids=[anchor(run.id)])
+    def section(self, run: record.RunRecord, title: str, library: Library) -> nodes.section:
+        section = nodes.section("", nodes.title("", title), ids=[anchor(run.id)], classes=["memlab-run"])
         if run.error:
             section += nodes.paragraph("", f"Outcome: {run.outcome.replace('_', ' ')}. {run.error}")
+        body = folded("", summary="Ledger, command, facts and log", run=run.id)
         ledger = plots.ledger_table(run)
         if ledger.rows:
-            section += table(ledger.header, ledger.rows, "memlab-numbers")
-        section += self.command(run)
-        section += table(("of this run", "value"), self.facts(run))
+            body += table(ledger.header, ledger.rows, "memlab-numbers")
+        body += self.command(run)
+        body += table(("of this run", "value"), self.facts(run))
         if run.log:
             text = "\n".join(run.log)
-            section += nodes.literal_block(text, text, language="text", classes=["memlab-log"])
+            body += nodes.literal_block(text, text, language="text", classes=["memlab-log"])
         file = "/" + library.path_of[run.id].relative_to(ROOT).as_posix()
         download = addnodes.download_reference("", "", refdoc=self.env.docname, reftarget=file, reftype="download")
         download += nodes.literal("", f"{run.id}.json")
-        section += nodes.paragraph("", "Download the record: ", download)
+        body += nodes.paragraph("", "Download the record: ", download)
+        section += body
         return section
 
     @staticmethod
@@ -292,20 +391,12 @@ class RecordedRuns(SphinxDirective):
             ("emulated card", run.card or ""),
             ("weights", run.model.load_format),
             ("KV cache", units.show_tokens(run.kv.tokens) if run.kv and run.kv.tokens else ""),
-            ("traffic", self.traffic(run)),
+            ("traffic", traffic_of(run) if run.traffic else ""),
             ("recorded", f"{run.recorded_at}, repeat {run.repeat}"),
             ("slowed by", ", ".join(run.instruments)),
             ("id", run.id),
         ]
         return [(name, value) for name, value in parts if value]
-
-    @staticmethod
-    def traffic(run: record.RunRecord) -> str:
-        load = run.traffic
-        if load is None:
-            return ""
-        at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
-        return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}"
 
 
 def read_records(app) -> None:
@@ -320,6 +411,7 @@ def setup(app):
     app.add_directive("record-figure", RecordFigure)
     app.add_directive("recorded-runs", RecordedRuns)
     app.add_node(record_plot)
+    app.add_node(folded, html=(open_folded, close_folded), latex=(pass_through, pass_through))
     app.add_post_transform(DrawFigures)
     app.connect("builder-inited", read_records)
     app.connect("missing-reference", resolve_record)

@@ -1,0 +1,31 @@
+// What the theme leaves out, on every page.
+document.addEventListener("DOMContentLoaded", () => {
+  // A landmark for the sidebar, and a name for each arrow in it that opens a part.
+  const sidebar = document.querySelector(".bd-sidebar-primary");
+  sidebar?.setAttribute("role", "region");
+  sidebar?.setAttribute("aria-label", "Book");
+  for (const summary of document.querySelectorAll(".bd-sidebar-primary details > summary")) {
+    const part = summary.closest("li")?.querySelector("a")?.textContent.trim();
+    summary.setAttribute("aria-label", `Pages under ${part}`);
+  }
+});
+
+// Paper has no arrow to press: what is folded is printed, but for the numbers of a figure and the bodies of recorded runs.
+const unfolded = [];
+window.addEventListener("beforeprint", () => {
+  const folded = "article details:not([open], .memlab-figure details, [data-run])";
+  for (const details of document.querySelectorAll(folded)) {
+    details.open = true;
+    unfolded.push(details);
+  }
+  for (const answer of document.querySelectorAll("article .admonition.toggle-hidden")) {
+    answer.classList.remove("toggle-hidden");
+    unfolded.push(answer);
+  }
+});
+window.addEventListener("afterprint", () => {
+  for (const element of unfolded.splice(0)) {
+    if (element.localName === "details") element.open = false;
+    else element.classList.add("toggle-hidden");
+  }
+});
