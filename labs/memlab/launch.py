@@ -24,6 +24,7 @@ _DOCKER_SWITCHES = {
     "--quiet", "--read-only", "--rm", "--sig-proxy", "--tty", "--replace",
 }  # fmt: skip
 _DOCKER_LETTERS = set("ditPq")
+_ENGINES = ("docker", "podman", "nerdctl")
 
 
 @dataclass(frozen=True)
@@ -54,36 +55,66 @@ def read(text: str) -> Launch:
     return _from_words(*_split(text))
 
 
-def _split(line: str) -> tuple[list[str], list[str]]:
+def _split(text: str) -> tuple[list[str], list[str]]:
     """The words of the command that starts vLLM, and notes on what stood around it."""
-    joined = re.sub(r"\\[ \t]*\r?\n", " ", line.strip())
-    joined = re.sub(r"(?<=\s)[0-2](?=[<>])", "", joined)  # the number of a redirected stream
-    lexer = shlex.shlex(joined, posix=True, punctuation_chars="();<>|&\n")
-    lexer.whitespace = " \t\r"
-    lexer.whitespace_split = True
-    commands, notes = [[]], []
-    try:
-        for word in lexer:
-            if word and set(word) <= set("();<>|&\n"):
-                commands.append([])
-            else:
-                commands[-1].append(word)
-    except ValueError as error:
-        raise FlagError(f"the quotes do not match ({error}): check them") from error
-    for words in commands:
+    commands = []
+    for piece in _commands(text):
+        try:
+            words = shlex.split(piece)
+        except ValueError as error:
+            raise FlagError(f"the quotes do not match ({error}): check them") from error
         while words and words[0] in ("$", "#", "sudo", "nohup", "exec", "env", "export"):
             words.pop(0)
         variables = []
         while words and _ASSIGNMENT.match(words[0]):
             variables.append(words.pop(0).split("=")[0])
         if _mentions_vllm(words):
-            if variables:
-                notes.append(_left_out(variables))
-            return words, notes
-    raise FlagError(
-        "no vLLM is started here: paste a whole 'vllm serve MODEL ...' line, a 'docker run' of a vLLM image, or the "
-        "compose file, unit or container that starts it"
-    )
+            commands.append((words, [_left_out(variables)] if variables else []))
+    if not commands:
+        raise FlagError(
+            "no vLLM is started here: paste a whole 'vllm serve MODEL ...' line, a 'docker run' of its image, or the "
+            "compose file, unit or container that starts it"
+        )
+    return next((command for command in commands if _may_serve(command[0])), commands[0])
+
+
+def _commands(text: str) -> list[str]:
+    """``text`` cut at what ends a command or redirects it, outside quotes; without comments and continuations."""
+    found, quote, position = [""], "", 0
+    text = text.strip()
+    while position < len(text):
+        character = text[position]
+        continued = re.compile(r"\\[ \t]*\r?\n").match(text, position) if quote != "'" else None
+        if continued:
+            found[-1] += " "
+            position = continued.end()
+            continue
+        if character == "\\" and quote != "'":
+            found[-1] += text[position : position + 2]
+            position += 2
+            continue
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in ";|&\n<>":
+            if character in "<>":
+                found[-1] = re.sub(r"\s[0-2]$", "", found[-1])  # the number of a redirected stream
+            found.append("")
+            position += 1
+            continue
+        elif character == "#" and found[-1].strip() and found[-1][-1].isspace():
+            end = text.find("\n", position)
+            position = len(text) if end < 0 else end
+            continue
+        found[-1] += character
+        position += 1
+    return found
+
+
+def _may_serve(words: list[str]) -> bool:
+    head = words[0].rpartition("/")[2]
+    return head in _ENGINES or head.endswith("sh") or any(word == "serve" or _MODULE.fullmatch(word) for word in words)
 
 
 def _left_out(variables: list[str]) -> str:
@@ -104,7 +135,7 @@ def _from_words(words: list[str], notes: list[str] = (), in_image: bool = False)
         if word == "-lc" and number + 1 < len(words):
             inner, more = _split(words[number + 1])
             return _from_words(inner, notes + more)
-    if words and words[0].rpartition("/")[2] in ("docker", "podman", "nerdctl"):
+    if words and words[0].rpartition("/")[2] in _ENGINES:
         return _from_docker(words, notes)
     for number, word in enumerate(words):
         before = words[number - 1].rpartition("/")[2] if number else ""

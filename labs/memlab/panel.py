@@ -3,6 +3,7 @@
 ``widgets`` draws it. Everything here works with no front end, so that a notebook runs from top to bottom.
 """
 
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -36,7 +37,8 @@ HELP = {
     "input_tokens": "tokens of prompt in each request",
     "output_tokens": "tokens of answer to each request",
     "concurrency": "requests under way at once",
-    **{f.name: f.metadata["help"] for f in flags.MODELLED},
+    # Without the default in brackets: the control says what it is on this machine.
+    **{f.name: re.sub(r" \([^()]*\)$", "", f.metadata["help"]) for f in flags.MODELLED},
 }
 _OFFERED = {
     "gpu_memory_utilization": (0.25, 0.5, 0.7, 0.8, 0.9, 0.95),
@@ -284,6 +286,10 @@ class Panel:
         """One control with what it offers now."""
         if self.here.replayed:
             values = sorted({point.value(name) for point in self.points}, key=_order)
+            if name in TRAFFIC and name != "requests":
+                if self.settings.traffic is None:
+                    return Control(name, (None,), False, self._off(name))
+                values = sorted({point.value(name) for point in self.points if point.traffic}, key=_order)
             off = "" if len(values) > 1 else "recorded with this value only"
             return Control(name, tuple(values), False, off)
         off = self._off(name)

@@ -24,7 +24,7 @@ from matplotlib.patches import Patch
 
 from memlab.ledger import TERMS, MemoryLedger
 from memlab.record import Phase, RunRecord, Timeline
-from memlab.units import show_gib
+from memlab.units import GIB, show_gib
 
 # Term to colour and hatch. `budget` is the planned part of what was seen; `headroom` is drawn as an outline.
 STYLE = {
@@ -48,17 +48,19 @@ _drawing = threading.Lock()  # a panel draws from its thread while a cell draws 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of text under a header; the first column names the row."""
+    """Rows of text under a header; the first column names the row. ``words``: the cells hold words, not numbers."""
 
     caption: str
     header: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    words: bool = False
 
     def __str__(self) -> str:
         """For a terminal."""
         lines = [self.header, *self.rows]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        text = ["  ".join([line[0].ljust(widths[0]), *map(str.rjust, line[1:], widths[1:])]).rstrip() for line in lines]
+        just = str.ljust if self.words else str.rjust
+        text = ["  ".join([line[0].ljust(widths[0]), *map(just, line[1:], widths[1:])]).rstrip() for line in lines]
         text.insert(1, "  ".join("-" * width for width in widths))
         return "\n".join([self.caption, *text])
 
@@ -66,10 +68,12 @@ class Table:
         printer.text(str(self))
 
     def _repr_html_(self) -> str:
-        head = "".join(f'<th scope="col">{html.escape(name)}</th>' for name in self.header)
+        # JupyterLab and the book align cells as numbers want it.
+        align = ' style="text-align:start"' if self.words else ""
+        head = "".join(f'<th scope="col"{align}>{html.escape(name)}</th>' for name in self.header)
         body = "".join(
-            f'<tr><th scope="row">{html.escape(first)}</th>'
-            + "".join(f"<td>{html.escape(cell)}</td>" for cell in rest)
+            f'<tr><th scope="row"{align}>{html.escape(first)}</th>'
+            + "".join(f"<td{align}>{html.escape(cell)}</td>" for cell in rest)
             + "</tr>"
             for first, *rest in self.rows
         )
@@ -186,6 +190,8 @@ def fact(name: str, value) -> str:
         return "eager" if value else "CUDA graphs"
     if name in ("model", "card"):
         return str(value)
+    if name == "kv_cache_memory_bytes" and value is not None:
+        return f"pool of {show_gib(value / GIB)}"
     if isinstance(value, bool):
         return name if value else f"no {name}"
     return f"{name} {'unset' if value is None else value}"
@@ -199,7 +205,7 @@ def words(name: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text if text.startswith("vLLM") else text[:1].upper() + text[1:]
+    return text if text.startswith("vLLM") or "_" in text.split()[0] else text[:1].upper() + text[1:]
 
 
 def _difference(before: float, after: float) -> str:
@@ -399,7 +405,9 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
     axes.set(xlabel="seconds since the start", ylabel=f"{memory}, GiB", xlim=(0, end * 1.01), ylim=(0, top * 1.12))
     _mark_phases(axes, lines[0].phases, end, ink)
     if len(lines) > 1:
-        figure.legend(loc="outside lower left", ncols=min(3, len(lines)), frameon=False, labelcolor=ink)
+        columns = max(1, 70 // (8 + max(len(line.label) for line in lines)))
+        columns = min(columns, len(lines))
+        figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=ink)
     return figure
 
 

@@ -43,7 +43,8 @@ _STYLE = """<style>
 .memlab-say {border-left: 4px solid currentColor; padding: .3em .7em; margin: .2em 0;
   background: var(--jp-layout-color2, #8882)}
 .memlab-panel pre.memlab-command {user-select: all; white-space: pre-wrap; overflow-wrap: anywhere; margin: .2em 0;
-  padding: .5em .7em; background: var(--jp-layout-color2, #8882); font-family: var(--jp-code-font-family, monospace); font-size: .9em}
+  padding: .5em .7em; background: var(--jp-layout-color2, #8882);
+  font-family: var(--jp-code-font-family, monospace); font-size: .9em}
 .memlab-panel a {color: var(--jp-content-link-color, revert); text-decoration: underline}
 .memlab-heard {position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%)}
 .memlab-quiz .widget-radio-box label {height: auto; white-space: normal; line-height: 1.4}
