@@ -147,6 +147,16 @@ def test_every_control_has_a_label_a_hint_and_a_place():
         assert field.tooltip
 
 
+def test_lengths_can_be_given_once_requests_are_sent():
+    made = make("cpu", traffic=None)
+    lengths = made.view.inputs["input_tokens"]
+    assert lengths.disabled
+    made.view.inputs["requests"].value = "3"
+    assert not lengths.disabled
+    lengths.value = "200"
+    assert made.settings.traffic == Traffic(200, 128, 3)
+
+
 def test_an_unknown_control_is_named():
     with pytest.raises(FlagError, match="swap_space"):
         make(teaches=("swap_space",))
@@ -717,7 +727,8 @@ def test_vllm_resolves_what_the_controls_say(live_panel, tmp_path, monkeypatch):
     assert found.kv.block_size == 64
     assert found.kv.tokens == live_panel.prediction().kv_tokens
     assert found.latency.completed == 3
-    assert (found.latency.input_tokens, found.latency.output_tokens) == (600, 24)
+    assert found.latency.output_tokens == 24
+    assert found.latency.input_tokens == pytest.approx(600, rel=0.02)  # random text, tokenized anew by the server
 
     live_panel.reset()
     inputs["model"].value = "qwen2.5-0.5b"
@@ -737,7 +748,7 @@ def test_stop_in_the_middle_of_a_start_keeps_the_record_and_leaves_nothing(live_
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
     view = live_panel.view
     view.run.click()
-    wait_for(lambda: "<svg" in view.live.value, 60)
+    wait_for(lambda: live_panel.live and max(live_panel.live.timelines[0].used_gib, default=0) > 0.3, 90)
     view.stop.click()
     live_panel.wait()
     assert vllm_processes() == []

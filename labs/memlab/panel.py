@@ -296,7 +296,7 @@ class Panel:
         if name == "model":
             return Control(name, tuple(dict.fromkeys([*self._models(), self.settings.model])), True, off)
         if off:
-            return Control(name, (self.settings.value(name),), False, off)
+            return Control(name, (self.settings.value(name),), name not in CHOICES, off)
         values = [value for value in self._values(name) if value is not None]
         may_be_unset = not (name == "kv_cache_memory_bytes" and self.here.backend == "cpu")
         if self.settings.traffic is not None and name in ("input_tokens", "output_tokens"):

@@ -331,7 +331,7 @@ class _View:
         value, unset = owner.settings.value(name), owner.unset(name)
         if isinstance(made, w.Combobox):
             made.options = [panel.show(name, each) for each in control.values if each is not None]
-            made.placeholder = unset
+            made.placeholder = "off" if control.off else unset
             if name not in owner.mistakes:
                 made.value = panel.show(name, value)
         else:
