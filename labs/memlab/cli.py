@@ -4,7 +4,6 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
 from datetime import datetime
 from pathlib import Path
 
@@ -65,14 +64,18 @@ def main(argv: list[str] | None = None) -> int:
 def _preflight(arguments) -> int:
     from memlab import preflight
 
-    checks = preflight.checks()
+    survey = preflight.survey()
     if arguments.json:
-        print(json.dumps([asdict(check) for check in checks], indent=1))
-    else:
-        for check in checks:
-            mark = {"ok": "ok  ", "warning": "note", "error": "STOP"}[check.level]
-            print(f"{mark}  {check.name}: {check.detail}" + (f". {check.fix}" if check.fix else ""))
-    return 1 if any(check.level == "error" for check in checks) else 0
+        print(json.dumps(survey.to_dict(), indent=1))
+        return 0 if survey.ready else 1
+    for check in survey.checks:
+        print(f"{check.level.upper() if check.level == 'stop' else check.level:4}  {check.name}: {check.detail}")
+        if check.fix:
+            print(f"      {check.fix}")
+    print()
+    for verdict in survey.labs:
+        print(f"{verdict.lab:28} {preflight.RUNS[verdict.runs]}: {verdict.reason}")
+    return 0 if survey.ready else 1
 
 
 def _value(text: str):

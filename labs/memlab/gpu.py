@@ -37,6 +37,35 @@ class Process:
     used_gib: float | None
 
 
+@dataclass(frozen=True)
+class State:
+    """A GPU at this moment, by NVML.
+
+    ``processes`` (of compute and of graphics) is None where the driver shows none. ``unseen_gib`` is what is in use and
+    no visible process holds; None where a visible process does not tell its share. ``compute_mode`` is default,
+    exclusive (one process may use the GPU) or prohibited.
+    """
+
+    free_gib: float
+    used_gib: float
+    processes: list[Process] | None
+    unseen_gib: float | None
+    mig: bool
+    compute_mode: str
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two GPUs, by index: whether an NVLink joins them, whether one reads the other's memory (None: not told), and
+    what the way between them crosses."""
+
+    first: int
+    second: int
+    nvlink: bool
+    peer_to_peer: bool | None
+    path: str
+
+
 def _nvml():
     """pynvml, initialised, or None where there is no NVIDIA driver."""
     try:
@@ -117,6 +146,91 @@ def link(uuids: list[str]) -> str:
         return any(_optional(lambda h, n=n: nvml.nvmlDeviceGetNvLinkState(h, n), handle) for n in links)
 
     return "nvlink" if all(map(has_nvlink, uuids)) else "pcie"
+
+
+def trouble() -> str | None:
+    """Why an NVIDIA driver that is there does not answer; None where it answers, or where there is none."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError as error:
+        absent = (pynvml.NVML_ERROR_LIBRARY_NOT_FOUND, pynvml.NVML_ERROR_DRIVER_NOT_LOADED)
+        return None if getattr(error, "value", None) in absent else str(error)
+    return None
+
+
+def state(uuid: str) -> State:
+    """What a GPU is doing now.
+
+    Raises:
+        NVMLError: where the driver does not answer for it.
+    """
+    nvml = _nvml()
+    handle = nvml.nvmlDeviceGetHandleByUUID(uuid)
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    # The first version of this answer counts what the driver reserves as used.
+    used = _optional(lambda h: nvml.nvmlDeviceGetMemoryInfo(h, nvml.nvmlMemory_v2).used, handle)
+    used_gib = (memory.used if used is None else used) / GIB
+    running = _everyone(nvml, handle)
+    known = [process.used_gib for process in running or ()]
+    mig = _optional(nvml.nvmlDeviceGetMigMode, handle)
+    modes = {nvml.NVML_COMPUTEMODE_DEFAULT: "default", nvml.NVML_COMPUTEMODE_PROHIBITED: "prohibited"}
+    return State(
+        free_gib=memory.free / GIB,
+        used_gib=used_gib,
+        processes=running,
+        unseen_gib=None if None in known else max(0.0, used_gib - sum(known)),
+        mig=bool(mig) and mig[0] == nvml.NVML_DEVICE_MIG_ENABLE,
+        compute_mode=modes.get(_optional(nvml.nvmlDeviceGetComputeMode, handle) or 0, "exclusive"),
+    )
+
+
+def _everyone(nvml, handle) -> list[Process] | None:
+    """Processes of compute and of graphics, each once; None where neither is shown."""
+    asked = (nvml.nvmlDeviceGetComputeRunningProcesses, nvml.nvmlDeviceGetGraphicsRunningProcesses)
+    answers = [answer for call in asked if (answer := _optional(call, handle)) is not None]
+    if not answers:
+        return None
+    found = {process.pid: process.usedGpuMemory for answer in answers for process in answer}
+    return [Process(pid, used / GIB if used else None) for pid, used in sorted(found.items())]
+
+
+def pairs(found: list[Device]) -> list[Pair]:
+    """How each two of these GPUs are joined, as vLLM asks it (vllm/platforms/cuda.py, ``is_fully_connected``)."""
+    nvml = _nvml()
+    if nvml is None:
+        return []
+    crosses = {
+        nvml.NVML_TOPOLOGY_INTERNAL: "the board",
+        nvml.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
+        nvml.NVML_TOPOLOGY_MULTIPLE: "several PCIe switches",
+        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "the PCIe host bridge",
+        nvml.NVML_TOPOLOGY_NODE: "the host bridges of one NUMA node",
+        nvml.NVML_TOPOLOGY_SYSTEM: "the link between the CPUs",
+    }
+    joined = []
+    for number, first in enumerate(found):
+        for second in found[number + 1 :]:
+            one, other = (nvml.nvmlDeviceGetHandleByUUID(device.uuid) for device in (first, second))
+
+            def status(what: int, one=one, other=other):
+                return _optional(lambda h: nvml.nvmlDeviceGetP2PStatus(h, other, what), one)
+
+            reads = status(0)  # NVML_P2P_CAPS_INDEX_READ, which some releases of pynvml spell as a tuple
+            path = _optional(lambda h, other=other: nvml.nvmlDeviceGetTopologyCommonAncestor(h, other), one)
+            joined.append(
+                Pair(
+                    first.index,
+                    second.index,
+                    status(nvml.NVML_P2P_CAPS_INDEX_NVLINK) == nvml.NVML_P2P_STATUS_OK,
+                    None if reads is None else reads == nvml.NVML_P2P_STATUS_OK,
+                    crosses.get(path, "an unknown way"),
+                )
+            )
+    return joined
 
 
 class Extremes:
