@@ -28,6 +28,7 @@ PAGES = (
     "book/01-ledger",
     "book/reference/recorded-runs",
     "book/reference/glossary",
+    "labs/00-preflight",
     "labs/01-ledger",
 )
 

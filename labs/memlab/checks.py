@@ -28,7 +28,8 @@ OPEN_FILES = 4096  # a socket for each of a thousand requests, and vLLM's own
 BFLOAT16_FROM = (8, 0)
 
 # Other variables than VLLM_* that change what a lab measures, or where it runs.
-_VARIABLES = ("CUDA_", "NCCL_", "PYTORCH_", "OMP_NUM_THREADS", "NVIDIA_VISIBLE_DEVICES")
+_VARIABLES = ("CUDA_VISIBLE_DEVICES", "CUDA_MODULE_", "CUDA_LAUNCH_", "NCCL_", "PYTORCH_", "OMP_NUM_THREADS")
+_HARMLESS = {"NCCL_VERSION", "VLLM_NO_USAGE_STATS", "VLLM_DO_NOT_TRACK", "VLLM_CACHE_ROOT", "VLLM_CONFIG_ROOT"}
 _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD")
 _LOGGING = re.compile(r"VLLM_(CONFIGURE_LOGGING|LOGGING_\w+)")
 
@@ -408,7 +409,8 @@ def loopback_check() -> Check:
 
 def variables_check(environment) -> Check:
     """The variables that change what a lab measures. Keys and tokens are named, and their values kept."""
-    names = sorted(name for name in environment if name.startswith(("VLLM_", *_VARIABLES)))
+    named = {name for name in environment if name.startswith(("VLLM_", *_VARIABLES))}
+    names = sorted(named - _HARMLESS)
     shown = [name if _SECRET.search(name) else f"{name}={environment[name]}" for name in names]
     if not names:
         return Check("variables", "ok", "none is set that changes what the labs measure")

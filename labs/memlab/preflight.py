@@ -324,7 +324,8 @@ def verdict(
 
     def replays(reason: str) -> Verdict:
         kept = any(record.RECORDS.glob(f"*/{name}/*.json"))
-        return Verdict(name, "replay", minutes.get("replay"), reason if kept else f"{reason}; it has no recorded runs")
+        reason += "" if kept else ", and none of its runs is recorded"
+        return Verdict(name, "replay", minutes.get("replay"), reason)
 
     if wanted is None:
         return replays(why)
