@@ -6,10 +6,12 @@ import struct
 import sys
 from pathlib import Path
 
+import nbformat
 import pynvml
 import pytest
 
 from memlab import checks, cli, gpu, host, lab, preflight, record
+from memlab import notebook as notebook_runner
 from memlab.errors import MemlabError
 from memlab.units import GIB
 
@@ -611,3 +613,37 @@ def test_the_book_shows_a_recorded_machine_and_nothing_of_the_one_that_builds_it
     assert shown.where.startswith("Example") and recorded.gpu in shown.where
     assert [one.device.name for one in shown.gpus] == [recorded.gpu] * recorded.gpu_count
     assert shown == preflight.look() and "book" in preflight.line()
+
+
+# ---- lab 0 ----
+
+
+def executed(folder: Path, mode: str):
+    path = folder / "out.ipynb"
+    notebook_runner.execute(notebook_runner.find("00"), path, {"mode": mode})
+    outputs = [output for cell in nbformat.read(path, as_version=4).cells for output in cell.get("outputs", ())]
+    return "\n".join(str(output.get("text") or output.get("data")) for output in outputs)
+
+
+def test_lab_0_in_replay_shows_this_machine_and_pretends_no_run(tmp_path):
+    shown = executed(tmp_path, "replay")
+    assert "This machine, now" in shown and "host memory" in shown
+    assert "nothing is started" in shown and "vllm serve" in shown
+    assert "held after" not in shown and "<svg" not in shown
+
+
+def test_lab_0_in_the_book_is_the_same_wherever_it_is_built(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMLAB_BOOK", "1")
+    monkeypatch.setenv("MEMLAB_MODE", "replay")
+    first = executed(tmp_path, "auto")
+    monkeypatch.setenv("VLLM_USE_V1", "0")
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path / "elsewhere"))
+    assert executed(tmp_path, "auto") == first
+    assert "Example: NVIDIA H200" in first and "This machine" not in first
+
+
+@pytest.mark.live
+@pytest.mark.timeout(600)
+def test_lab_0_live_gets_its_answers_and_its_memory_back(tmp_path):
+    shown = executed(tmp_path, "live")
+    assert "answered 2 of 2" in shown and "held after     0.00 GiB" in shown and "<svg" in shown
