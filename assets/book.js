@@ -10,6 +10,19 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 });
 
+// What scrolls sideways can be scrolled with the keyboard.
+const SCROLLERS = ".memlab-figure, .memlab-table, .pst-scrollable-table-container, .cell_output";
+function focusScrollers() {
+  for (const box of document.querySelectorAll(SCROLLERS)) {
+    if (box.localName === "table") continue;
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+  }
+}
+window.addEventListener("load", focusScrollers);
+window.addEventListener("resize", focusScrollers);
+document.addEventListener("toggle", focusScrollers, true);
+
 // Paper has no arrow to press: what is folded is printed, but for the numbers of a figure and the bodies of recorded runs.
 const unfolded = [];
 window.addEventListener("beforeprint", () => {

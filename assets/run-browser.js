@@ -55,6 +55,7 @@
       this.runs = runs;
       this.chosen = this.run(start);
       this.kept = null;
+      this.open = false;
       this.turn = 0;
       const taught = (place.dataset.teaches ?? "").split(/\s+/).filter(Boolean);
       const all = [...new Set(runs.flatMap((run) => Object.keys(run.settings)))];
@@ -88,7 +89,7 @@
       const others = this.names.filter((name) => !this.taught.includes(name));
       const same = constant.map((name) => `${name} ${this.setting(this.chosen, name)}`).join(", ");
       this.compare = make("button", { type: "button" });
-      this.compare.addEventListener("click", () => this.keep());
+      this.compare.addEventListener("click", () => (this.open ? this.keep() : this.reveal()));
       this.status = make("p", { className: "memlab-status" });
       this.status.setAttribute("role", "status");
       this.shown = make("div", { className: "memlab-shown" });
@@ -127,8 +128,16 @@
       this.say(
         words.length
           ? `No run is recorded with that alone changed. The nearest also changes ${words.join(", ")}.`
-          : `Shown: ${this.chosen.title}.`,
+          : `${this.open ? "Shown" : "Chosen"}: ${this.chosen.title}.`,
       );
+      if (this.open) this.writeFragment();
+      this.show();
+    }
+
+    // Nothing is shown before the reader asks: the page may ask for a prediction first.
+    reveal() {
+      this.open = true;
+      this.say(`Shown: ${this.chosen.title}.`);
       this.writeFragment();
       this.show();
     }
@@ -160,6 +169,7 @@
       if (chosen) {
         this.chosen = chosen;
         this.kept = this.run(fragment.get(`with${this.key}`)) ?? null;
+        this.open = true;
         this.place.scrollIntoView();
       }
       this.show();
@@ -190,7 +200,8 @@
       const turn = ++this.turn;
       const kept = this.kept && this.kept !== this.chosen ? this.kept : null;
       this.fillSelects();
-      this.compare.textContent = this.kept ? "Stop comparing" : "Keep this run to compare";
+      this.compare.textContent = !this.open ? "Show this run" : this.kept ? "Stop comparing" : "Keep this run to compare";
+      if (!this.open) return;
       try {
         const entries = [kept, this.chosen].filter(Boolean);
         const loaded = await Promise.all(entries.map((entry) => load(entry.id)));
