@@ -23,22 +23,24 @@ window.addEventListener("load", focusScrollers);
 window.addEventListener("resize", focusScrollers);
 document.addEventListener("toggle", focusScrollers, true);
 
-// Paper has no arrow to press: what is folded is printed, but for the numbers of a figure and the bodies of recorded runs.
-const unfolded = [];
+// Paper is light and has no arrow to press: what is folded is printed, but for the numbers of a figure and the bodies of
+// recorded runs.
+const restore = [];
 window.addEventListener("beforeprint", () => {
+  const page = document.documentElement;
+  const theme = page.dataset.theme;
+  page.dataset.theme = "light";
+  restore.push(() => (page.dataset.theme = theme));
   const folded = "article details:not([open], .memlab-figure details, [data-run])";
   for (const details of document.querySelectorAll(folded)) {
     details.open = true;
-    unfolded.push(details);
+    restore.push(() => (details.open = false));
   }
   for (const answer of document.querySelectorAll("article .admonition.toggle-hidden")) {
     answer.classList.remove("toggle-hidden");
-    unfolded.push(answer);
+    restore.push(() => answer.classList.add("toggle-hidden"));
   }
 });
 window.addEventListener("afterprint", () => {
-  for (const element of unfolded.splice(0)) {
-    if (element.localName === "details") element.open = false;
-    else element.classList.add("toggle-hidden");
-  }
+  for (const undo of restore.splice(0)) undo();
 });

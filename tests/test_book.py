@@ -32,6 +32,26 @@ PAGES = (
     "labs/01-ledger",
 )
 
+# What pages may hold, whether or not one of them does today.
+TRIED_OUT = """
+# Tried out
+
+```{run-browser} 01-ledger enforce_eager max_num_seqs
+```
+
+$$budget = total \\times 0.92$$
+
+```bash
+vllm serve llama-3.1-8b
+```
+
+:::{admonition} A question
+:class: dropdown
+Its answer.
+:::
+"""
+BROWSED = "book/tried-out"
+
 # Every process that Python starts below the build says what it starts.
 AUDIT = """
 import os, sys
@@ -66,6 +86,10 @@ def site(tmp_path_factory):
     copy_tracked(source)
     for each in fixtures.all_records():
         record.write(each, source / "labs" / "records" / "synthetic")
+    (source / "book" / "tried-out.md").write_text(TRIED_OUT)
+    toc = yaml.safe_load((source / "_toc.yml").read_text())
+    toc["parts"][-1]["chapters"].append({"file": "book/tried-out"})
+    (source / "_toc.yml").write_text(yaml.safe_dump(toc, sort_keys=False))
     (trap / "sitecustomize.py").write_text(AUDIT)
     (trap / "vllm").write_text("#!/bin/sh\necho the vllm command >> $AUDIT_LOG\nexit 1\n")
     (trap / "vllm").chmod(0o755)
@@ -256,6 +280,21 @@ def test_markup_in_a_record_stays_text(site):
     )
 
 
+def test_no_two_recorded_runs_have_one_title(site):
+    sections = soup(site, "book/reference/recorded-runs").select("section.memlab-run > :is(h2, h3)")
+    titles = [heading.get_text() for heading in sections]
+    assert len(titles) == len(set(titles))
+    assert any("playing a" in title for title in titles)
+
+
+def test_a_lab_page_can_be_launched(site):
+    links = [link["href"] for link in soup(site, "labs/01-ledger").select("a[href^='https://mybinder.org/']")]
+    config = yaml.safe_load((ROOT / "_config.yml").read_text())
+    place = urlsplit(config["repository"]["url"]).path
+    assert [urlsplit(link).path for link in links] == [f"/v2/gh{place}/{config['repository']['branch']}"]
+    assert urlsplit(links[0]).query == "urlpath=lab/tree/labs/01-ledger.ipynb"
+
+
 # ---- what the pages load ----
 
 
@@ -303,31 +342,235 @@ def browser():
         chromium.close()
 
 
-@pytest.mark.browser
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_needs_no_other_host_and_reports_no_error(browser, address, page):
-    tab = browser.new_page(color_scheme="dark")
-    problems, asked = [], []
-    tab.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-    tab.on("pageerror", lambda error: problems.append(str(error)))
-    tab.on("dialog", lambda dialog: problems.append(dialog.message) or dialog.dismiss())
-    tab.on("request", lambda request: asked.append(urlsplit(request.url)))
-    tab.goto(f"{address}/{page}.html")
-    tab.wait_for_load_state("networkidle")
-    tab.close()
-    assert {part.hostname for part in asked if part.scheme.startswith("http")} == {"127.0.0.1"}
+@pytest.fixture
+def open_tab(browser):
+    """Opens an address in a tab of its own, and waits until it is settled."""
+    opened = []
+
+    def open_one(url: str, **options):
+        tab = browser.new_page(**options)
+        tab.faults, tab.asked = [], []
+        tab.on("console", lambda message: tab.faults.append(message.text) if message.type == "error" else None)
+        tab.on("pageerror", lambda error: tab.faults.append(str(error)))
+        tab.on("dialog", lambda dialog: tab.faults.append(dialog.message) or dialog.dismiss())
+        tab.on("request", lambda request: tab.asked.append(urlsplit(request.url)))
+        opened.append(tab)
+        tab.goto(url)
+        tab.wait_for_load_state("networkidle")
+        return tab
+
+    yield open_one
+    for tab in opened:
+        tab.close()
+
+
+def faults(tab) -> list[str]:
     # sphinx-thebe 0.3.1 declares this name twice on each page; nothing uses it.
-    assert [problem for problem in problems if "THEBE_JS_URL" not in problem] == []
+    return [fault for fault in tab.faults if "THEBE_JS_URL" not in fault]
 
 
 @pytest.mark.browser
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_fits_a_phone(browser, address, page):
-    tab = browser.new_page(viewport={"width": 390, "height": 800})
-    tab.goto(f"{address}/{page}.html")
-    width = tab.evaluate("document.documentElement.scrollWidth")
-    tab.close()
-    assert width <= 390
+@pytest.mark.parametrize("page", [*PAGES, BROWSED])
+def test_a_page_needs_no_other_host_and_reports_no_error(open_tab, address, page):
+    tab = open_tab(f"{address}/{page}.html", color_scheme="dark")
+    assert {part.hostname for part in tab.asked if part.scheme.startswith("http")} == {"127.0.0.1"}
+    assert faults(tab) == []
+
+
+def axe_findings(tab) -> list[str]:
+    from axe_playwright_python.base import AXE_FILE_PATH
+
+    tab.evaluate(AXE_FILE_PATH.read_text(encoding="utf-8"))
+    found = tab.evaluate("axe.run({resultTypes: ['violations']})")["violations"]
+    return [f"{each['id']}: {node['target']} {node['failureSummary']}" for each in found for node in each["nodes"]]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", [*PAGES, BROWSED, "search"])
+def test_a_page_has_no_barrier_that_axe_finds(open_tab, address, page, scheme):
+    tab = open_tab(f"{address}/{page}.html", color_scheme=scheme, viewport={"width": 1280, "height": 800})
+    assert axe_findings(tab) == []
+    tab.set_viewport_size({"width": 320, "height": 800})
+    assert axe_findings(tab) == []
+
+
+# Text that ends right of the page, unless its box scrolls.
+CUT_OFF = """() => {
+    const scrolls = (e) => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
+    const texts = [...document.querySelectorAll("article :is(p, li, td, th, h1, h2, h3, pre, summary, button, select)")];
+    return texts.filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e)).map((e) => e.outerHTML);
+}"""
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("page", [*PAGES, BROWSED])
+def test_a_page_fits_a_phone_and_text_of_twice_the_size(open_tab, address, page):
+    tab = open_tab(f"{address}/{page}.html", viewport={"width": 640, "height": 400}, device_scale_factor=2)
+    for width in (640, 320):
+        tab.set_viewport_size({"width": width, "height": 800})
+        assert tab.evaluate("document.documentElement.scrollWidth") <= width
+        assert tab.evaluate(CUT_OFF) == []
+
+
+@pytest.mark.browser
+def test_nothing_moves_for_who_asks_for_less_motion(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html", reduced_motion="reduce")
+    moving = tab.evaluate(
+        """[...document.querySelectorAll("*")].map((e) => getComputedStyle(e)).filter((style) =>
+            style.animationName !== "none" || style.transitionDuration.replace(/[0s, ]/g, "") ||
+            style.scrollBehavior === "smooth").length"""
+    )
+    assert moving == 0
+
+
+@pytest.mark.browser
+def test_the_search_finds_the_chapter_of_a_word(open_tab, address):
+    tab = open_tab(f"{address}/book/index.html")
+    tab.keyboard.press("Control+k")
+    tab.keyboard.type("unprofiled")
+    tab.keyboard.press("Enter")
+    tab.wait_for_selector("#search-results a[href*='book/01-ledger.html']")
+    assert {part.hostname for part in tab.asked} == {"127.0.0.1"}
+
+
+@pytest.mark.browser
+def test_the_dark_mode_that_a_reader_chose_stays(open_tab, address):
+    tab = open_tab(f"{address}/book/index.html", color_scheme="light")
+    theme = "document.documentElement.dataset.theme"
+    for _ in range(3):
+        if tab.evaluate(theme) != "dark":
+            tab.locator(".theme-switch-button:visible").first.click()
+    assert tab.evaluate(theme) == "dark"
+    tab.goto(f"{address}/book/01-ledger.html")
+    assert tab.evaluate(theme) == "dark"
+
+
+@pytest.mark.browser
+def test_a_command_has_a_button_that_copies_it_and_a_formula_is_set(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html")
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.locator("article .highlight-bash button.copybtn").click()
+    assert tab.evaluate("navigator.clipboard.readText()") == "vllm serve llama-3.1-8b"
+    assert tab.locator("mjx-container").count() == 1
+
+
+@pytest.mark.browser
+def test_paper_gets_the_article_whole_in_ink(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html", color_scheme="dark", viewport={"width": 680, "height": 900})
+    tab.get_by_role("button", name="Show this run").click()
+    tab.wait_for_selector(".memlab-shown svg")
+    tab.emulate_media(media="print")
+    tab.evaluate("dispatchEvent(new Event('beforeprint'))")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "light"
+    assert tab.get_by_text("Its answer.").is_visible()
+    for hidden in (".bd-sidebar-primary", ".bd-header-article", "button.copybtn", ".memlab-browser select"):
+        assert not tab.locator(hidden).first.is_visible()
+    assert tab.evaluate("document.querySelector('.memlab-shown svg').getBoundingClientRect().right <= innerWidth")
+    tab.evaluate("dispatchEvent(new Event('afterprint'))")
+    assert tab.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+# ---- the browser of recorded runs ----
+
+
+def tab_to(tab, selector: str) -> None:
+    for _ in range(60):
+        if tab.evaluate("(selector) => document.activeElement.matches(selector)", selector):
+            return
+        tab.keyboard.press("Tab")
+    raise AssertionError(f"the Tab key does not reach {selector}")
+
+
+def chosen_run(tab) -> str:
+    return urlsplit(tab.url).fragment.removeprefix("run=").split("&")[0]
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("scheme", ["http", "file"])
+def test_runs_are_chosen_and_compared_with_the_keyboard_alone(open_tab, address, site, scheme):
+    base = address if scheme == "http" else site["pages"].as_uri()
+    tab = open_tab(f"{base}/{BROWSED}.html#run=synthetic-eager")
+    shown = tab.locator(".memlab-shown")
+    by_id = {each.id: each for each in record.read_all(site["source"] / "labs" / "records")}
+    eager, graphs = by_id["synthetic-eager"], by_id["synthetic-graphs"]
+    shown.get_by_text(units.show_tokens(eager.kv.tokens)).first.wait_for()
+    assert shown.locator("svg[role=img]").count() == 2
+
+    tab_to(tab, "select[name=enforce_eager]")
+    tab.keyboard.press("ArrowUp")
+    shown.get_by_text(units.show_tokens(graphs.kv.tokens)).first.wait_for()
+    assert chosen_run(tab) == "synthetic-graphs" and "CUDA graphs" in tab.get_by_role("status").first.inner_text()
+
+    tab_to(tab, ".memlab-browser fieldset button")
+    tab.keyboard.press("Enter")
+    tab.keyboard.press("Shift+Tab")
+    tab_to(tab, ".memlab-browser fieldset button")
+    tab.locator("select[name=enforce_eager]").focus()
+    tab.keyboard.press("ArrowDown")
+    row = shown.get_by_role("row").filter(has=tab.get_by_role("rowheader", name="KV cache, stated"))
+    row.wait_for()
+    change = eager.stated.kv_cache_gib - graphs.stated.kv_cache_gib
+    assert row.get_by_role("cell").all_inner_texts()[-1] == units.show_gib(change, signed=True)
+    assert shown.locator("svg[role=img]").count() == 4
+    assert [fault for fault in faults(tab) if "fetch" not in fault] == []
+    ids = tab.evaluate("[...document.querySelectorAll('[id]')].map((e) => e.id)")
+    assert len(ids) == len(set(ids))
+
+
+@pytest.mark.browser
+def test_a_choice_that_excludes_another_moves_to_the_nearest_run_and_says_so(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html#run=synthetic-graphs")
+    tab.select_option("select[name=tensor_parallel_size]", "2")
+    said = tab.get_by_role("status").first.inner_text()
+    assert "nearest" in said and "enforce_eager from off to on" in said
+    assert chosen_run(tab) == "synthetic-tp2"
+
+
+@pytest.mark.browser
+def test_every_value_that_is_offered_leads_to_a_recorded_run(open_tab, address, site):
+    tab = open_tab(f"{address}/{BROWSED}.html#run=synthetic-eager")
+    ids = {each.id for each in record.read_all(site["source"] / "labs" / "records")}
+    for select in tab.locator(".memlab-browser select").all():
+        name = select.get_attribute("name")
+        for value in select.locator("option").evaluate_all("(options) => options.map((o) => o.value)"):
+            tab.select_option(f"select[name={name}]", value)
+            assert chosen_run(tab) in ids and select.input_value() == value
+
+
+@pytest.mark.browser
+def test_a_browser_shows_nothing_before_it_is_asked_and_is_clean_when_open(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html", viewport={"width": 320, "height": 800}, color_scheme="dark")
+    assert tab.locator(".memlab-shown svg").count() == 0
+    tab.get_by_role("button", name="Show this run").click()
+    tab.wait_for_selector(".memlab-shown svg")
+    assert axe_findings(tab) == []
+    assert tab.evaluate("document.documentElement.scrollWidth") <= 320
+    assert "Replayed from the record" in tab.locator(".memlab-shown").inner_text()
+
+
+@pytest.mark.browser
+def test_markup_in_a_record_stays_text_in_the_browser(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html#run=synthetic-oom&with=synthetic-eager")
+    tab.wait_for_selector(".memlab-shown svg")
+    assert fixtures.HOSTILE in tab.locator(".memlab-shown").inner_text()
+    assert tab.locator(".memlab-browser script").count() == 0 and faults(tab) == []
+
+
+@pytest.mark.browser
+def test_a_page_without_scripts_keeps_the_link_to_the_recorded_runs(open_tab, address):
+    tab = open_tab(f"{address}/{BROWSED}.html", java_script_enabled=False)
+    tab.get_by_role("link", name="the page of recorded runs").click()
+    tab.wait_for_url("**/recorded-runs.html*")
+
+
+@pytest.mark.browser
+def test_a_link_to_a_recorded_run_unfolds_it_and_draws_it(open_tab, address):
+    tab = open_tab(f"{address}/book/reference/recorded-runs.html#synthetic-eager")
+    section = tab.locator("#synthetic-eager")
+    section.locator("svg[role=img]").first.wait_for()
+    assert section.get_by_text("vllm serve").is_visible()
+    assert tab.locator("details[data-run][open]").count() == 1
 
 
 @pytest.mark.browser

@@ -213,8 +213,8 @@ def test_a_pool_given_in_bytes_owes_the_budget_nothing():
 
 PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "doctor", "record")
 ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
-         "server", "traffic", "lab", "sweep", "checks", "screen", "attach", "watch", "notebook", "plots", "preflight",
-         "launch", "panel", "widgets", "cli")  # fmt: skip
+         "server", "traffic", "lab", "sweep", "checks", "screen", "attach", "watch", "notebook", "plots",
+         "comparisons", "preflight", "launch", "panel", "widgets", "cli")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

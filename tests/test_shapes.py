@@ -7,8 +7,12 @@ from memlab.shapes import LAB_MODELS
 
 @pytest.mark.parametrize(
     ("model", "parameters"),  # as counted in the published checkpoints
-    [("llama-3.1-8b", 8_030_261_248), ("qwen2.5-7b", 7_615_616_512), ("qwen2.5-0.5b", 494_032_768),
-     ("mistral-7b-v0.1", 7_241_732_096)],
+    [
+        ("llama-3.1-8b", 8_030_261_248),
+        ("qwen2.5-7b", 7_615_616_512),
+        ("qwen2.5-0.5b", 494_032_768),
+        ("mistral-7b-v0.1", 7_241_732_096),
+    ],
 )
 def test_parameters_are_those_of_the_published_checkpoint(model, parameters):
     assert LAB_MODELS[model].parameters() == parameters

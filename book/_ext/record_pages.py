@@ -31,13 +31,13 @@ sys.path.insert(0, str(ROOT / "labs"))
 # panel has no kernel behind it there: it leaves its place to run_browser.
 os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
-from memlab import flags, plots, record, units  # noqa: E402
+from memlab import comparisons, flags, plots, record, units  # noqa: E402
 from memlab.errors import RecordError  # noqa: E402
 
 RECORDS = ROOT / "labs" / "records"
 ALIASES = ROOT / "book" / "records.yml"
 PAGE = "book/reference/recorded-runs"
-FIGURES = {"timeline": plots.timeline, "ledger": plots.ledger}
+FIGURES = {"timeline": plots.timeline, "ledger": plots.ledger, "moves": comparisons.moves}
 VALUE = re.compile(r"(?P<id>\S+)\s+(?P<key>\S+)(?:\s+[-−]\s+(?P<id2>\S+)\s+(?P<key2>\S+))?")
 
 logger = logging.getLogger(__name__)

@@ -129,7 +129,7 @@ LEDGER_FIELDS = tuple(field.name for field in fields(MemoryLedger))
 
 # ---- prediction ----
 
-PLANNER = 1  # raise it with every change of a rule, so that a record says which rule it was compared with
+PLANNER = 2  # raise it with every change of a rule, so that a record says which rule it was compared with
 
 
 @dataclass(frozen=True)
@@ -173,12 +173,14 @@ def activation_gib(shape: ModelShape, max_num_batched_tokens: int, max_num_seqs:
     """Peak of the profiled step: the larger of the forward pass and the sampler.
 
     Forward: the gated MLP's two inputs and its product, with three rows of the hidden size; torch.compile keeps three
-    more (fitted to records of 0.33). Sampler: logits in the model's type and in float32 for each sequence
-    (vllm/v1/worker/gpu/sample/sampler.py:242, 0.33), while the step's hidden states are still there.
+    more (fitted to records of 0.33). Sampler: the profile's second pass samples with top-k and top-p through
+    FlashInfer, as `pip install vllm` has it, which holds the logits in the model's type and three float32 copies for
+    each sequence, while the step's hidden states are still there (vllm/v1/worker/gpu/model_runner.py:993-1014 and
+    vllm/v1/sample/ops/topk_topp_sampler.py, 0.33). Without FlashInfer it is one float32 copy.
     """
     rows = 6 if compiled else 3
     forward = max_num_batched_tokens * (3 * shape.intermediate_size + rows * shape.hidden_size) * shape.dtype_bytes
-    logits = min(max_num_seqs, max_num_batched_tokens) * shape.vocab_size * (shape.dtype_bytes + 4)
+    logits = min(max_num_seqs, max_num_batched_tokens) * shape.vocab_size * (shape.dtype_bytes + 12)
     sampler = logits + max_num_batched_tokens * shape.hidden_size * shape.dtype_bytes
     return max(forward, sampler) / GIB
 
