@@ -201,7 +201,7 @@ def expected(role: tuple[str, ...], source: Path) -> str:
 
 def test_the_numbers_of_the_chapter_are_those_of_its_records(site):
     roles = ROLE.findall((site["source"] / "book" / "01-ledger.md").read_text(encoding="utf-8"))
-    shown = [value.get_text() for value in soup(site, "book/01-ledger").select(".record-value")]
+    shown = [value.get_text() for value in soup(site, "book/01-ledger").select(".record-value:not(.memlab-verdict *)")]
     assert len(roles) >= 3
     assert shown == [expected(role, site["source"]) for role in roles]
 
@@ -218,10 +218,11 @@ def test_chapter_0_cites_the_moments_that_it_names(site):
     (line,) = (rank.timeline for rank in held("h200-eager", "ranks", site["source"]))
     series = held("h200-eager", "series", site["source"])
     start = next(phase.start_s for phase in held("h200-eager", "phases", site["source"]) if phase.name == "traffic")
-    assert line.time_s[before] > start and line.used_gib[before] == line.used_gib[before - 1]
-    assert all(line.used_gib[index] == max(line.used_gib) for index in after)
+    ready = next(phase.start_s for phase in held("h200-eager", "phases", site["source"]) if phase.name == "ready")
+    assert ready < line.time_s[before] < start, "the moment before the first request"
+    assert all(start < line.time_s[index] and line.used_gib[index] == line.used_gib[before] for index in after)
     assert series.running[busy] == held("h200-eager", "traffic.requests", site["source"])
-    assert all(series.running[index] == 0 and line.time_s[after[0]] > series.time_s[index] for index in idle)
+    assert all(series.running[index] == 0 for index in idle)
 
 
 def test_a_missing_drawing_fails_the_build(tmp_path):

@@ -80,12 +80,14 @@ def evaluate(line: str, value) -> bool:
 
 
 def read(file: Path = FILE) -> dict[str, Verdict]:
-    """The verdicts by id.
+    """The verdicts by id; none where the book has no such file.
 
     Raises:
         RecordError: for one that lacks a part, or whose verdict is no known word.
     """
     found = {}
+    if not file.exists():
+        return found
     for entry in yaml.safe_load(file.read_text(encoding="utf-8")) or []:
         try:
             verdict = Verdict(**{**entry, "verdict": str(entry["verdict"]).lower(), "holds": tuple(entry["holds"])})
