@@ -398,8 +398,10 @@ def test_a_page_has_no_barrier_that_axe_finds(open_tab, address, page, scheme):
 
 # Text that ends right of the page, unless its box scrolls.
 CUT_OFF = """() => {
-    const scrolls = (e) => e && (["auto", "scroll"].includes(getComputedStyle(e).overflowX) || scrolls(e.parentElement));
-    const texts = [...document.querySelectorAll("article :is(p, li, td, th, h1, h2, h3, pre, summary, button, select)")];
+    const moves = (e) => ["auto", "scroll"].includes(getComputedStyle(e).overflowX);
+    const scrolls = (e) => e && (moves(e) || scrolls(e.parentElement));
+    const kinds = "p, li, td, th, h1, h2, h3, pre, summary, button, select";
+    const texts = [...document.querySelectorAll(`article :is(${kinds})`)];
     return texts.filter((e) => e.getBoundingClientRect().right > innerWidth + 1 && !scrolls(e)).map((e) => e.outerHTML);
 }"""
 
