@@ -11,10 +11,9 @@ document.addEventListener("DOMContentLoaded", () => {
 });
 
 // What scrolls sideways can be scrolled with the keyboard.
-const SCROLLERS = ".memlab-figure, .memlab-table, .pst-scrollable-table-container, .cell_output";
+const SCROLLERS = ".memlab-figure, div.memlab-table, .pst-scrollable-table-container, .cell_output, article pre";
 function focusScrollers() {
   for (const box of document.querySelectorAll(SCROLLERS)) {
-    if (box.localName === "table") continue;
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     else box.removeAttribute("tabindex");
   }
