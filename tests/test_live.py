@@ -62,7 +62,7 @@ def test_lab_01_measures_real_vllm_and_the_flag_it_changes(tmp_path, monkeypatch
         print(f"\nlab 01, live on the CPU backend: {seconds / 60:.1f} min")
     paths = sorted(tmp_path.rglob("run-*/*.json"), key=lambda path: path.stat().st_mtime)
     first, second, third = [record.read(path) for path in paths if path.name != "bench.json"]
-    assert third.flags.resolved["max_num_seqs"] == 64, "the exercise's setting"
+    assert third.flags.resolved["max_num_batched_tokens"] == 512, "the exercise's setting"
     assert (first.outcome, second.outcome) == ("ok", "ok")
     assert first.engine.backend == "cpu"
     assert first.machine.gpu is None
