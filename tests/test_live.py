@@ -10,10 +10,9 @@ import time
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
-from jupyter_client.manager import KernelManager
 
+from live_vllm import kernel, vllm_processes, wait_until
 from memlab import lab, notebook, record
 from memlab.errors import NotebookError, ServerError
 from memlab.flags import ServeFlags
@@ -27,23 +26,6 @@ LABS = ROOT / "labs"
 TINY = ServeFlags(kv_cache_memory_bytes=GIB, max_model_len=8192, enforce_eager=True)
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def vllm_processes() -> list[int]:
-    """Every process on this machine that runs vLLM through memlab."""
-    found = []
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        line = " ".join(process.info["cmdline"] or ())
-        if "memlab.vllm_main" in line or "VLLM::" in line:
-            found.append(process.pid)
-    return found
-
-
-def wait_until(condition, seconds: float, what: str):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.2)
 
 
 @pytest.fixture(autouse=True)
@@ -147,12 +129,7 @@ def test_a_kernels_interrupt_keeps_the_record_and_its_restart_leaves_nothing(tmp
         flags = ServeFlags(kv_cache_memory_bytes=1 << 30, max_model_len=8192, enforce_eager=True)
         lab.run("tiny-llama", flags, mode="live", lab="test")
     """)
-    manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(LABS), env={**os.environ, "MEMLAB_RUNS": str(runs)})
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(60)
+    with kernel(runs) as (manager, client):
         client.execute(code)
         wait_until(lambda: len(vllm_processes()) >= 1, 60, "no vLLM was started")
         time.sleep(3)
@@ -169,9 +146,6 @@ def test_a_kernels_interrupt_keeps_the_record_and_its_restart_leaves_nothing(tmp
         wait_until(lambda: len(vllm_processes()) >= 1, 60, "no vLLM was started")
         manager.restart_kernel(now=True)
         wait_until(lambda: vllm_processes() == [], 40, "the restart left vLLM")
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)
 
 
 # ---- several loads, one server ----

@@ -12,7 +12,7 @@ import jsonschema
 import pytest
 
 from fixtures_record import all_records, cuda_record
-from memlab import flags, record, vllm_main
+from memlab import flags, lab, record, vllm_main
 from memlab.errors import RecordError
 from memlab.flags import ServeFlags
 from memlab.ledger import MemoryLedger
@@ -207,6 +207,12 @@ def test_a_pool_given_in_bytes_owes_the_budget_nothing():
     view = MemoryLedger("stated", budget_gib=30.0, consumed_gib=15.0, activation_gib=1.0, kv_cache_gib=2.0)
     assert not view.identities()[0].holds
     assert replace(view, pool_given=True).identities() == []
+
+
+def test_a_watch_of_somebodys_server_is_not_kept_among_the_runs_of_labs(tmp_path):
+    path = record.write(cuda_record("watch-h200-0.33.0-model-20261202", lab=record.WATCHED), tmp_path)
+    with pytest.raises(RecordError, match="no lab can replay it"):
+        lab.keep(path, tmp_path / "records")
 
 
 # ---- the library's first rule: the plain half needs nothing installed ----

@@ -8,16 +8,16 @@ import re
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import nbformat
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from jupyter_client.manager import KernelManager
 
 import fixtures_record as fixtures
+from live_vllm import kernel, vllm_processes, wait_until
 from memlab import flags, lab, launch, notebook, panel, plots, record, widgets
 from memlab.errors import FlagError, MemlabError, NotebookError
 from memlab.flags import ServeFlags
@@ -492,6 +492,17 @@ def test_nothing_of_a_record_or_a_paste_reaches_the_page_unescaped():
     assert "<script" not in "".join(shown)
 
 
+def test_a_run_of_several_loads_or_with_instruments_is_none_that_a_panel_can_ask_for(monkeypatch):
+    recorded = record.read_all()
+    plain = next(each for each in recorded if each.traffic)
+    loads = [record.Load(plain.traffic, 1.0, 2.0, [3.0])]
+    others = [replace(plain, traffic=None, loads=loads), replace(plain, instruments=["allocator"], card="other")]
+    monkeypatch.setattr(record, "read_all", lambda: [*recorded, *others])
+    assert set(replaying().points) == {
+        Settings(each.model.name, each.served_flags, each.traffic, each.card) for each in recorded
+    }
+
+
 def test_the_prediction_is_the_one_that_the_record_froze():
     made = replaying()
     assert made.prediction().to_dict() == made.result().prediction
@@ -520,20 +531,13 @@ def stub_run(release: threading.Event, made=fixtures.cpu_record):
     return run
 
 
-def wait_for(condition, seconds=30):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-
-
 def test_while_a_run_goes_on_it_is_drawn_and_no_second_can_begin(monkeypatch):
     release = threading.Event()
     monkeypatch.setattr(lab, "run", stub_run(release))
     made = make("cpu")
     view = made.view
     view.run.click()
-    wait_for(lambda: "<svg" in view.live.value)
+    wait_until(lambda: "<svg" in view.live.value)
     assert view.run.disabled
     assert not view.stop.disabled
     assert view.inputs["max_num_seqs"].disabled
@@ -581,7 +585,7 @@ def test_what_ends_a_run_is_shown_and_raised_at_the_next_result(monkeypatch):
     monkeypatch.setattr(lab, "run", fail)
     made = make("cpu")
     made.view.run.click()
-    wait_for(lambda: made.view.errors.outputs)
+    wait_until(lambda: made.view.errors.outputs)
     assert made.view.errors.outputs[0]["evalue"] == "the disk is full"
     with pytest.raises(MemlabError, match="the disk is full"):
         made.result()
@@ -693,11 +697,6 @@ def test_a_question_without_one_right_answer_and_all_replies_is_refused(text):
 # ---- real vLLM ----
 
 
-def vllm_processes() -> list[int]:
-    lines = ((process.pid, " ".join(process.info["cmdline"] or ())) for process in psutil.process_iter(["cmdline"]))
-    return [pid for pid, line in lines if "memlab.vllm_main" in line or "VLLM::" in line]
-
-
 @pytest.fixture
 def live_panel(monkeypatch):
     monkeypatch.undo()  # the version is the installed one
@@ -748,7 +747,7 @@ def test_stop_in_the_middle_of_a_start_keeps_the_record_and_leaves_nothing(live_
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
     view = live_panel.view
     view.run.click()
-    wait_for(lambda: live_panel.live and max(live_panel.live.timelines[0].used_gib, default=0) > 0.3, 90)
+    wait_until(lambda: live_panel.live and max(live_panel.live.timelines[0].used_gib, default=0) > 0.3, 90)
     view.stop.click()
     live_panel.wait()
     assert vllm_processes() == []
@@ -769,22 +768,14 @@ def test_the_interrupt_of_an_idle_kernel_stops_the_panels_run(tmp_path):
         panel = ControlPanel("test", lab.here("live"), "tiny-llama", base)
         panel.view.run.click()
     """)
-    manager = KernelManager(kernel_name="python3")
-    manager.start_kernel(cwd=str(LABS), env={**os.environ, "MEMLAB_RUNS": str(tmp_path)})
-    client = manager.client()
-    client.start_channels()
-    try:
-        client.wait_for_ready(60)
+    with kernel(tmp_path) as (manager, client):
         client.execute(code)
         assert client.get_shell_msg(timeout=60)["content"]["status"] == "ok"
-        wait_for(vllm_processes, 60)
+        wait_until(vllm_processes, 60)
         time.sleep(3)
         manager.interrupt_kernel()
-        wait_for(lambda: not vllm_processes(), 60)
-        wait_for(lambda: list(tmp_path.glob("run-*/*-r1.json")), 30)
+        wait_until(lambda: not vllm_processes(), 60)
+        wait_until(lambda: list(tmp_path.glob("run-*/*-r1.json")), 30)
         assert record.read(next(tmp_path.glob("run-*/*-r1.json"))).outcome == "stopped"
         client.execute("1 + 1")
         assert client.get_shell_msg(timeout=60)["content"]["status"] == "ok", "the kernel is there after it"
-    finally:
-        client.stop_channels()
-        manager.shutdown_kernel(now=True)

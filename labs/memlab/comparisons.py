@@ -1,6 +1,5 @@
 """Figures over many runs: what a flag moves, and how memory and latency follow a size. See ``plots`` for the form."""
 
-import statistics
 from dataclasses import dataclass
 
 from matplotlib.patches import Patch
@@ -12,10 +11,6 @@ from memlab.units import show_tokens
 
 # What a budget is made of, as stated; a change of one is paid by the others, or by the budget itself.
 _PARTS = ("consumed", "activation", "cuda_graphs_estimated", "kv_cache")
-
-
-def mean(values) -> float:
-    return statistics.fmean(values)
 
 
 @dataclass(frozen=True)

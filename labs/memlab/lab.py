@@ -46,6 +46,11 @@ def runs_folder() -> Path:
     return Path(os.environ.get("MEMLAB_RUNS") or ROOT / "runs")
 
 
+def in_book() -> bool:
+    """Whether the book is being built: its pages have no kernel, and are read on other machines than this."""
+    return os.environ.get("MEMLAB_BOOK") == "1"
+
+
 def backend() -> str | None:
     """``cuda``, ``cpu`` or None, by what is installed and there; ``MEMLAB_BACKEND=cpu`` overrides."""
     try:
@@ -95,8 +100,7 @@ class Here:
             return f"Replayed: runs recorded on {machine.gpu or 'the CPU backend'}. Nothing is started on this machine."
         if self.backend == "cpu":
             return f"Live on vLLM's CPU backend: {machine.cpu_cores} cores. What is plotted is host memory."
-        cards = f"{machine.gpu_count} × {machine.gpu}" if machine.gpu_count > 1 else machine.gpu
-        return f"Live on {cards}, {show_gib(machine.total_gib)} each, driver {machine.driver}."
+        return f"Live on {machine.hardware}, {show_gib(machine.total_gib)} each, driver {machine.driver}."
 
 
 def here(mode: str = "auto") -> Here:
@@ -448,16 +452,18 @@ class _LiveRun:
         self.kv = traffic.kv_cache(self.server.get("/metrics"))
         if not wanted:
             return
+        died = False
         with traffic.Scraper(self.server) as scraper:
             for number, each in enumerate(wanted):
                 if number + 2 < len(wanted):
                     warm.append(self._warm_up())
                 self._send(each, number, warm[number])
-                if self._died_under_load():
+                died = self._died_under_load()
+                if died:
                     break
         started = [phase.start_s for phase in self.server.phases if phase.name == "traffic"]
         self.series = scraper.series(started[0]) if started else None
-        if self._died_under_load():
+        if died:
             self.server.child.stop()
             self.outcome, self.error = self._why_it_ended("died")
 
@@ -472,7 +478,7 @@ class _LiveRun:
 
         if "allocator" in self.instruments:
             self.server.rpc("memlab_reset_peaks")
-        preempted = self._preemptions()
+        preempted = self._preemptions() if self.several else None
         self.latency = traffic.send(
             self.server, load, str(self.served), self.folder, self.seed + number, self.tick, begin, warm
         )
@@ -673,12 +679,16 @@ def keep(path: Path, folder: Path = RECORDS) -> Path:
     """Promote a live run's record to ``labs/records/MACHINE/LAB``, after a look for anything private.
 
     Raises:
-        RecordError: naming what must not be published.
+        RecordError: naming what must not be published; for a watch of somebody's server, which no lab can replay.
     """
     import getpass
     import socket
 
     found = record.read(path)
+    if found.lab == record.WATCHED:
+        raise RecordError(
+            f"{path.name} is of a server that was watched, and no lab can replay it: share the file itself"
+        )
     names = {socket.gethostname(), getpass.getuser()} - IMPERSONAL
     problems = record.privacy_problems(record.dumps(found), tuple(names))
     if problems:

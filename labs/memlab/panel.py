@@ -102,6 +102,10 @@ class Settings:
         return replace(self, flags=self.flags.with_(**flags_), traffic=traffic, **own)
 
 
+def _settings_of(run: RunRecord) -> Settings:
+    return Settings(run.model.name, run.served_flags, run.traffic, run.card)
+
+
 @dataclass(frozen=True)
 class Control:
     """``values`` are offered, None where vLLM may decide; ``free`` takes others too; ``off`` says why it is off."""
@@ -178,8 +182,10 @@ class Panel:
         self._error: BaseException | None = None
         self._started: Settings | None = None
         self.live: lab.Live | None = None
-        self.points = self._recorded() if self.here.replayed else []
-        self.vllm = self._version()
+        recorded = self._recorded() if self.here.replayed else []
+        self.points = list(dict.fromkeys(_settings_of(each) for each in recorded))
+        versions = {each.engine.vllm for each in recorded} or {lab.vllm_version()}
+        self.vllm = max(versions, key=record.version_of)
         self.settings = Settings(self.model, self.base, self.traffic, self.card)
         self.word = ""
         if self.here.replayed:
@@ -260,21 +266,17 @@ class Panel:
             changes = ", ".join(f"{name} {show(name, nearest.value(name)) or self.unset(name)}" for name in apart)
             self.word = f"Only recorded runs can be replayed. The nearest has {changes}"
 
-    def _recorded(self) -> list[Settings]:
+    def _recorded(self) -> list[RunRecord]:
+        """The lab's runs on this machine that a panel can ask for: one load, no instruments."""
         found = [
-            Settings(each.model.name, each.served_flags, each.traffic, each.card)
+            each
             for each in record.read_all()
-            if each.lab == self.lab and each.machine.name == self.here.machine.name and not each.instruments
+            if each.lab == self.lab and each.machine.name == self.here.machine.name
+            if not each.instruments and not each.loads
         ]
         if not found:
             raise MemlabError(f"no run of {self.lab} is recorded on {self.here.machine.name}: run the lab live")
-        return list(dict.fromkeys(found))
-
-    def _version(self) -> str:
-        if not self.here.replayed:
-            return lab.vllm_version()
-        known = {each.engine.vllm for each in record.read_all() if each.lab == self.lab}
-        return max(known, key=record.version_of)
+        return found
 
     # ---- controls ----
 

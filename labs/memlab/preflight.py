@@ -227,7 +227,7 @@ def look() -> Survey:
     Raises:
         RecordError: in the book, without a record of that machine.
     """
-    if not _in_the_book():
+    if not lab.in_book():
         return survey()
     recorded = next((r for r in record.read_all() if r.machine.name == lab.DEFAULT_MACHINE and not r.card), None)
     if recorded is None:
@@ -237,13 +237,9 @@ def look() -> Survey:
 
 def line() -> str:
     """What a lab prints before it starts: one line on this machine. In the book, which has no machine, a sentence."""
-    if _in_the_book():
+    if lab.in_book():
         return "Preflight: the book replays recorded runs. On your machine this line says what the labs can do there."
     return survey().line()
-
-
-def _in_the_book() -> bool:
-    return os.environ.get("MEMLAB_BOOK") == "1"
 
 
 def example(found: record.RunRecord) -> Survey:

@@ -45,6 +45,11 @@ class Machine:
     cuda: str | None = None
     cpu_cores: int | None = None
 
+    @property
+    def hardware(self) -> str | None:
+        """The GPUs by count and name; None where there is none, or none was seen."""
+        return f"{self.gpu_count} × {self.gpu}" if self.gpu and self.gpu_count > 1 else self.gpu
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -251,8 +256,7 @@ class RunRecord:
     def where(self) -> str:
         """One line for a figure's caption: hardware and versions."""
         if self.machine.gpu:
-            count = f"{self.machine.gpu_count} × " if self.machine.gpu_count > 1 else ""
-            hardware = f"{count}{self.machine.gpu}"
+            hardware = self.machine.hardware
         elif self.engine.backend == "cpu":
             hardware = f"CPU backend, {self.machine.cpu_cores} cores, host memory"
         else:

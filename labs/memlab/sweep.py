@@ -27,6 +27,20 @@ class Setting:
     repeats: int = 1
     seconds: float = 90.0
 
+    def run(self, mode: str, **options) -> RunRecord:
+        """One run of it, without progress lines; ``options`` are more of ``lab.run``."""
+        return lab.run(
+            self.model,
+            self.flags,
+            self.traffic,
+            self.card,
+            mode,
+            lab=self.lab,
+            instruments=self.instruments,
+            on_phase=None,
+            **options,
+        )
+
     def __str__(self) -> str:
         flags = " ".join(f"{name}={value}" for name, value in self.flags.set().items())
         played = f" on {self.card}" if self.card else ""
@@ -89,10 +103,7 @@ def sweep(
     """
     place = lab.here(mode)
     if place.replayed:
-        return [
-            lab.run(s.model, s.flags, s.traffic, s.card, "replay", lab=s.lab, instruments=s.instruments, on_phase=None)
-            for s in settings
-        ]
+        return [setting.run("replay") for setting in settings]
     work = _Work(settings, place, budget_s, say, on_record)
     return work.run()
 
@@ -160,18 +171,7 @@ class _Work:
 
     def _one(self, setting: Setting, uuid: str | None, workers: int, warm) -> None:
         before = time.perf_counter()
-        found = lab.run(
-            setting.model,
-            setting.flags,
-            setting.traffic,
-            setting.card,
-            "live",
-            lab=setting.lab,
-            instruments=setting.instruments,
-            gpus=[uuid] if uuid else None,
-            on_phase=None,
-            warm=warm,
-        )
+        found = setting.run("live", gpus=[uuid] if uuid else None, warm=warm)
         with self.lock:
             self.found.append(found)
             self.left_s -= setting.seconds

@@ -8,7 +8,6 @@ import asyncio
 import base64
 import functools
 import html
-import os
 import re
 import signal
 import textwrap
@@ -55,9 +54,11 @@ def _wide() -> w.Layout:
     return w.Layout(width="100%")
 
 
-def in_book() -> bool:
-    """Whether the book is being built: its pages have no kernel, so that a widget would do nothing."""
-    return os.environ.get("MEMLAB_BOOK") == "1"
+def _styled(parts: list) -> w.VBox:
+    """Parts under each other, with the style of a panel."""
+    box = w.VBox([w.HTML(_STYLE, layout=w.Layout(display="none")), *parts], layout=_wide())
+    box.add_class("memlab-panel")
+    return box
 
 
 def _say(text: str, head: str = "", role: str = "status") -> str:
@@ -96,7 +97,7 @@ class ControlPanel(Panel):
         return self._view
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
-        if in_book():
+        if lab.in_book():
             return {"text/html": self.static_html(), "text/plain": self._text()}
         return self.view.box._repr_mimebundle_()
 
@@ -203,11 +204,8 @@ class _View:
         titles.append("Paste a launch of vLLM")
         fold = w.Accordion(folded, titles=titles, selected_index=None, layout=w.Layout(width="auto"))
         buttons = w.HBox([self.run, self.stop, self.reset], layout=w.Layout(flex_flow="row wrap"))
-        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), *taught, fold, self.command, self.predicted]
-        parts += [self.message, buttons, self.errors, self.heard, self.ticker, self.live, self.compared]
-        box = w.VBox(parts, layout=_wide())
-        box.add_class("memlab-panel")
-        return box
+        parts = [*taught, fold, self.command, self.predicted, self.message, buttons]
+        return _styled([*parts, self.errors, self.heard, self.ticker, self.live, self.compared])
 
     def _row(self, name: str) -> w.HBox:
         return w.HBox([self.inputs[name], self.notes[name]], layout=w.Layout(flex_flow="row wrap", width="100%"))
@@ -467,20 +465,20 @@ class Guess:
 
     def __init__(self, **questions: str):
         self.questions = questions
-        self._fields = {
-            term: w.Text(
+        self._fields: dict[str, w.Text] = {}
+        if lab.in_book():
+            return
+        for term, question in questions.items():
+            self._fields[term] = w.Text(
                 description=plots.words(term),
                 placeholder="GiB",
                 tooltip=question,
                 style={"description_width": "7em"},
                 layout=w.Layout(width="15em", max_width="100%"),
             )
-            for term, question in questions.items()
-        } if not in_book() else {}  # fmt: skip
-        self._commit = w.Button(description="Commit", icon="lock", disabled=False) if not in_book() else None
-        if self._commit:
-            self._commit.on_click(self._committed)
-            self._reply = w.HTML(layout=_wide())
+        self._commit = w.Button(description="Commit", icon="lock")
+        self._commit.on_click(self._committed)
+        self._reply = w.HTML(layout=_wide())
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -519,17 +517,13 @@ class Guess:
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         asked = "".join(f"<li>{html.escape(question)}</li>" for question in self.questions.values())
         plain = "\n".join(self.questions.values())
-        if in_book():
+        if lab.in_book():
             return {"text/html": f"<p>Write down, in GiB:</p><ol>{asked}</ol>", "text/plain": plain}
         rows = [
             w.HBox([field, w.HTML(html.escape(self.questions[term]))], layout=w.Layout(flex_flow="row wrap"))
             for term, field in self._fields.items()
         ]
-        box = w.VBox(
-            [w.HTML(_STYLE, layout=w.Layout(display="none")), *rows, self._commit, self._reply], layout=_wide()
-        )
-        box.add_class("memlab-panel")
-        return box._repr_mimebundle_()
+        return _styled([*rows, self._commit, self._reply])._repr_mimebundle_()
 
 
 def _size(term: str, text: str) -> float | None:
@@ -579,7 +573,7 @@ class Quiz:
             raise MemlabError(f"a quiz needs one right answer and a reply to each: {question}")
         answers = tuple(found)
         self.question, self.answers = question, answers
-        if in_book():
+        if lab.in_book():
             return
         self.choice = w.RadioButtons(
             options=[(answer.text, number) for number, answer in enumerate(answers)],
@@ -600,7 +594,7 @@ class Quiz:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         question = f"<p><b>{html.escape(self.question)}</b></p>"
-        if in_book():
+        if lab.in_book():
             answers = "".join(
                 f"<details><summary>{html.escape(a.text)}</summary>"
                 f"<p>{'Right.' if a.right else 'Not so.'} {html.escape(a.reply)}</p></details>"
@@ -608,8 +602,6 @@ class Quiz:
             )
             html_ = f'<div class="memlab-quiz">{question}{answers}</div>'
             return {"text/html": html_, "text/plain": self.question}
-        parts = [w.HTML(_STYLE, layout=w.Layout(display="none")), w.HTML(question, layout=_wide())]
-        box = w.VBox([*parts, self.choice, self.check, self.reply], layout=_wide())
-        box.add_class("memlab-panel")
+        box = _styled([w.HTML(question, layout=_wide()), self.choice, self.check, self.reply])
         box.add_class("memlab-quiz")
         return box._repr_mimebundle_()

@@ -32,15 +32,3 @@ class MemoryReader:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
-
-    def memlab_record_history(self) -> None:
-        """Begin to record allocations, for ``memlab_snapshot``."""
-        import torch
-
-        torch.cuda.memory._record_memory_history(max_entries=100_000, stacks="python")
-
-    def memlab_snapshot(self, path: str) -> None:
-        """Write what was recorded to a file that PyTorch's memory viewer opens (docs.pytorch.org/memory_viz)."""
-        import torch
-
-        torch.cuda.memory._dump_snapshot(path)
