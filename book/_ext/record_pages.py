@@ -105,6 +105,13 @@ def anchor(id: str) -> str:
     return nodes.make_id(id)
 
 
+def link_to(run: record.RunRecord, text: str, tip: str, *classes: str) -> addnodes.pending_xref:
+    """A link to a record's section."""
+    link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=tip)
+    link += nodes.inline("", text, classes=list(classes))
+    return link
+
+
 class RecordValue(SphinxRole):
     def run(self):
         match = VALUE.fullmatch(self.text.strip())
@@ -119,9 +126,7 @@ class RecordValue(SphinxRole):
         for found in runs:
             self.env.note_dependency(str(library.path_of[found.id]))
         where = " less ".join(f"{found.where()} ({found.id})" for found in runs)
-        link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=runs[0].id, reftitle=where)
-        link += nodes.inline("", shown, classes=["record-value"])
-        return [link], []
+        return [link_to(runs[0], shown, where, "record-value")], []
 
     @staticmethod
     def read(library: Library, match) -> tuple[str, list[record.RunRecord]]:
@@ -232,16 +237,14 @@ def key_flags(run: record.RunRecord) -> str:
 
 
 def traffic_of(run: record.RunRecord) -> str:
-    load = run.traffic
-    if load is None:
-        return "none"
+    """What was sent; several loads in their order."""
+    sent = run.sent if isinstance(run.sent, list) else [run.sent] if run.sent else []
+    return "; then ".join(map(load_in_words, sent)) or "none"
+
+
+def load_in_words(load: record.Traffic) -> str:
     at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
     return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}"
-
-
-def machine_of(run: record.RunRecord) -> str:
-    count = f"{run.machine.gpu_count} × " if run.machine.gpu_count > 1 else ""
-    return count + run.machine.gpu if run.machine.gpu else "CPU backend"
 
 
 def settings(run: record.RunRecord) -> dict[str, str]:
@@ -256,7 +259,7 @@ def settings(run: record.RunRecord) -> dict[str, str]:
     known = {name: resolved[name] for name in sorted(resolved, key=lambda n: order.index(n) if n in order else 99)}
     return {
         "model": run.model.name,
-        "machine": machine_of(run),
+        "machine": run.machine.hardware or "CPU backend",
         "card": run.card or "none",
         "vLLM": engine.vllm,
         **{name: setting(name, value) for name, value in known.items()},
@@ -337,9 +340,8 @@ class RecordedRuns(SphinxDirective):
     def overview(self, runs) -> nodes.table:
         rows = []
         for run in runs:
-            link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=run.id)
             played = f" playing a {run.card}" if run.card else ""
-            link += nodes.inline("", (run.machine.gpu or "CPU backend") + played)
+            link = link_to(run, (run.machine.gpu or "CPU backend") + played, run.id)
             peak = run.seen.peak_gib if run.seen else None
             rows.append(
                 (
@@ -391,7 +393,7 @@ class RecordedRuns(SphinxDirective):
             ("emulated card", run.card or ""),
             ("weights", run.model.load_format),
             ("KV cache", units.show_tokens(run.kv.tokens) if run.kv and run.kv.tokens else ""),
-            ("traffic", traffic_of(run) if run.traffic else ""),
+            ("traffic", traffic_of(run) if run.sent else ""),
             ("recorded", f"{run.recorded_at}, repeat {run.repeat}"),
             ("slowed by", ", ".join(run.instruments)),
             ("id", run.id),

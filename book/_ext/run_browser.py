@@ -18,7 +18,6 @@ from pathlib import Path
 
 import matplotlib
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
@@ -49,8 +48,7 @@ class RunBrowser(SphinxDirective):
         if not runs:
             logger.warning("no recorded run of the lab %r", lab, location=self.get_location())
             return []
-        link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=runs[0].id, reftitle=lab)
-        link += nodes.inline("", "the page of recorded runs")
+        link = record_pages.link_to(runs[0], "the page of recorded runs", lab)
         sentence = nodes.paragraph("", "Every recorded run of this lab is on ", link, nodes.Text("."))
         return [run_browser("", sentence, lab=lab, teaches=" ".join(teaches))]
 

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import yaml
 from docutils import nodes
-from sphinx import addnodes
 from sphinx.errors import ExtensionError
 from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
+import record_pages
 from memlab.errors import RecordError
 
 FILE = Path(__file__).resolve().parent.parent / "verdicts.yml"
@@ -135,9 +135,7 @@ class VerdictBox(SphinxDirective):
         text += f"; not yet checked on {', '.join(missing)}." if missing else "."
         line = nodes.paragraph("", text + " Rests on ", classes=["memlab-checked"])
         for number, run in enumerate(runs):
-            link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=run.where())
-            link += nodes.inline("", run.id)
-            line += [nodes.Text(", " if number else ""), link]
+            line += [nodes.Text(", " if number else ""), record_pages.link_to(run, run.id, run.where())]
         line += nodes.Text(".")
         return line
 
