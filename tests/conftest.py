@@ -1,11 +1,13 @@
 """Shared by all tests: where things are, and an environment that no earlier run can colour."""
 
 import importlib.metadata as metadata
+import os
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
+AT_THE_START = frozenset(os.environ)
 
 
 def vllm_is_installed() -> bool:
@@ -32,6 +34,9 @@ def _clean_environment(monkeypatch, tmp_path):
     for name in ("MEMLAB_MODE", "MEMLAB_BACKEND"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path / "runs"))
+    for name in set(os.environ) - AT_THE_START:  # importing vLLM or torch sets some, which a record would name
+        if name.startswith(("VLLM_", "NCCL_", "PYTORCH_", "CUDA_", "OMP_")):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
