@@ -4,6 +4,7 @@ import importlib.util
 import json
 import struct
 import sys
+import tempfile
 from pathlib import Path
 
 import nbformat
@@ -12,7 +13,7 @@ import pytest
 
 from memlab import checks, cli, gpu, host, lab, preflight, record
 from memlab import notebook as notebook_runner
-from memlab.errors import MemlabError
+from memlab.errors import MemlabError, ServerError
 from memlab.units import GIB
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -115,20 +116,31 @@ def machine(monkeypatch, tmp_path):
     """A machine with simulated GPUs and vLLM 0.33.0; returns its survey. ``labs``: the needs of labs, by name."""
 
     def make(
-        *gpus, labs=None, packages=None, built_for="13.0", wsl=False, container=False, shared=(64.0, 64.0), **nvml
+        *gpus,
+        labs=None,
+        packages=None,
+        built_for="13.0",
+        wsl=False,
+        container=False,
+        shared=(64.0, 64.0),
+        visible=None,
+        **nvml,
     ):
         found = {"vllm": "0.33.0", "torch": "2.14.0"} if packages is None else packages
         monkeypatch.setattr(gpu, "_nvml", lambda: SimulatedNvml(*gpus, **nvml) if gpus else None)
         monkeypatch.setattr(checks, "installed", lambda: found)
         monkeypatch.setattr(checks, "torch_cuda", lambda: built_for)
         monkeypatch.setattr(checks, "kernels", lambda: ({(7, 5), (8, 0), (9, 0), (12, 0)}, {(8, 0), (9, 0)}))
-        monkeypatch.setattr(lab, "backend", lambda: "cuda" if gpus and "vllm" in found else None)
+        monkeypatch.setattr(lab, "backend", lambda: "cuda" if gpu.visible() and "vllm" in found else None)
         monkeypatch.setattr(checks, "vllm_processes", lambda: [])
         monkeypatch.setattr(host, "is_wsl", lambda: wsl)
         monkeypatch.setattr(host, "is_container", lambda: container)
         monkeypatch.setattr(host, "shared_memory_gib", lambda: shared)
         for name in ("CUDA_VISIBLE_DEVICES", "VLLM_API_KEY"):
             monkeypatch.delenv(name, raising=False)
+        if visible is not None:
+            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # where GPUs are claimed
         folder = tmp_path / "labs"
         folder.mkdir(exist_ok=True)
         for name, needs in (labs or {}).items():
@@ -226,6 +238,62 @@ def test_a_gpu_that_no_lab_can_use_stops_a_machine_that_has_no_other(machine, tr
     assert beside.ready and beside.labs[0].runs == "gpu" and "GPU 1" in beside.labs[0].reason
     alone = machine({**H200, **trouble}, labs=labs)
     assert not alone.ready and alone.labs[0].runs == "replay"
+
+
+@pytest.mark.parametrize(
+    ("trouble", "said"),
+    [
+        ({"mig": True}, "split by MIG"),
+        ({"mode": pynvml.NVML_COMPUTEMODE_PROHIBITED}, "prohibited"),
+        ({"lost": True}, "does not answer"),
+        ({"capability": (7, 0)}, "no kernels"),
+    ],
+)
+def test_a_run_leaves_a_gpu_alone_that_it_cannot_use_and_says_why(machine, trouble, said):
+    machine({**H200, **trouble}, {**RTX_3090, "held": 20})
+    with lab.claim_gpus(1) as claimed:
+        assert [device.index for device in claimed] == [1], "though the first has more memory free"
+    with pytest.raises(ServerError, match=rf"2 GPUs needed, 1 of 2 can be had\. GPU 0: .*{said}"), lab.claim_gpus(2):
+        pass
+    with pytest.raises(ServerError, match=f"1 GPU needed, 0 of 1 .*{said}"), lab.claim_gpus(1, ["GPU-0"]):
+        pass
+
+
+def test_a_gpu_that_another_lab_holds_is_not_shared(machine):
+    machine(H200, {**H200, "held": 9})
+    with lab.claim_gpus(1) as first, lab.claim_gpus(1) as second:
+        assert [first[0].index, second[0].index] == [0, 1]
+        with pytest.raises(ServerError, match="GPU 0: another lab holds it.*GPU 1: another lab"), lab.claim_gpus(1):
+            pass
+    with lab.claim_gpus(2) as both:
+        assert len(both) == 2, "what is let go can be had again"
+
+
+@pytest.mark.parametrize(
+    ("visible", "left"),
+    [
+        ("1", [1]),
+        ("2, 0", [0, 2]),
+        ("GPU-2", [2]),
+        ("0,-1,2", [0]),
+        ("1,MIG-2", [1]),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("", []),
+    ],
+)
+def test_a_gpu_that_a_scheduler_hides_is_neither_claimed_nor_counted(machine, visible, left):
+    found = machine(H200, H200, H200, visible=visible, labs=LABS)
+    assert [one.device.index for one in found.gpus if not one.why_not] == left
+    assert "scheduler" in troubles(found, "GPU 0") or 0 in left
+    if left:
+        assert lab.this_machine("cuda").gpu_count == len(left)
+        with lab.claim_gpus(len(left)) as claimed:
+            assert [device.index for device in claimed] == left
+    else:
+        assert found.ready and found.labs[0].reason == "CUDA_VISIBLE_DEVICES hides every GPU"
+    with pytest.raises(ServerError, match="CUDA_VISIBLE_DEVICES hides it"), lab.claim_gpus(len(left) + 1):
+        pass
 
 
 def test_mig_that_is_off_or_unknown_is_no_trouble(machine):
@@ -423,7 +491,7 @@ def test_variables_are_named_and_keys_keep_their_values():
     )
     assert "hush" not in found.detail + found.fix and "VLLM_API_KEY" in found.detail
     assert "VLLM_USE_V1=0" in found.detail and "HOME" not in found.detail
-    assert "gpus=[UUID]" in found.fix and "refuses" in found.fix
+    assert "no GPU that CUDA_VISIBLE_DEVICES hides" in found.fix and "refuses" in found.fix
     assert "log" in checks.variables_check({"VLLM_LOGGING_LEVEL": "ERROR"}).fix
     of_an_image = {"HOME": "/", "NCCL_VERSION": "2.28", "CUDA_HOME": "/usr"}
     assert checks.variables_check(of_an_image).level == "ok"

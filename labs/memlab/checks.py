@@ -24,6 +24,7 @@ SERVED = ((0, 26), (0, 33))  # the versions of vLLM whose log, flags and rules t
 CPU_LAB_GIB = 6  # the tiny model, its pool and PyTorch, with room
 DISK_GIB = 1  # logs, records and notebooks of a lab
 UNSEEN_GIB = 0.25  # what a driver may hold for itself without a process
+HIDDEN = "CUDA_VISIBLE_DEVICES hides it"
 OPEN_FILES = 4096  # a socket for each of a thousand requests, and vLLM's own
 BFLOAT16_FROM = (8, 0)
 
@@ -156,7 +157,7 @@ def vllm_check(found: dict[str, str], has_gpu: bool) -> Check:
 
 def find_gpus(code: tuple[set, set] | None) -> list[Gpu]:
     """Every GPU with its state, and why a lab could not use it. ``code``: what ``kernels`` found; None to let it be."""
-    found = []
+    found, visible = [], gpu.visible()
     for device in gpu.devices():
         try:
             state = gpu.state(device.uuid)
@@ -165,7 +166,7 @@ def find_gpus(code: tuple[set, set] | None) -> list[Gpu]:
             continue
         if host.is_wsl():  # Windows keeps the processes to itself
             state = replace(state, processes=None, unseen_gib=state.used_gib)
-        found.append(Gpu(device, state, _why_not(device, state, code)))
+        found.append(Gpu(device, state, HIDDEN if device not in visible else _why_not(device, state, code)))
     return found
 
 
@@ -239,6 +240,8 @@ def _fix_for(one: Gpu) -> str:
     index = one.device.index
     if one.state is None:
         return "restart the machine; if it stays so, look into the kernel's log (dmesg) for Xid"
+    if one.why_not == HIDDEN:
+        return "leave it where a scheduler set the variable: the GPU is another's; else unset CUDA_VISIBLE_DEVICES"
     if one.state.mig:
         return f"use another GPU, or give it back whole, with nothing running on it: sudo nvidia-smi -i {index} -mig 0"
     if one.state.compute_mode == "prohibited":
@@ -416,7 +419,7 @@ def variables_check(environment) -> Check:
         return Check("variables", "ok", "none is set that changes what the labs measure")
     fixes = []
     if "CUDA_VISIBLE_DEVICES" in names:
-        fixes.append("the labs do not follow CUDA_VISIBLE_DEVICES: name your GPUs with lab.run(gpus=[UUID])")
+        fixes.append("the labs use no GPU that CUDA_VISIBLE_DEVICES hides: unset it where you want them to use all")
     if any(_LOGGING.fullmatch(name) for name in names):
         fixes.append("the labs read vLLM's log: unset VLLM_LOGGING_* and VLLM_CONFIGURE_LOGGING")
     if "VLLM_API_KEY" in names:

@@ -3,8 +3,10 @@
 On vLLM's CPU backend the same sampler watches host memory instead: the process group's proportional share (PSS).
 """
 
+import os
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import psutil
@@ -103,6 +105,27 @@ def devices() -> list[Device]:
             )
         )
     return found
+
+
+def visible(variables: Mapping[str, str] = os.environ) -> list[Device]:
+    """The GPUs that CUDA_VISIBLE_DEVICES lets a process with these variables use; all of them where it is not set.
+
+    It names GPUs by the start of their UUID or by index, and ends at the first word that names none, as CUDA reads it
+    (CUDA C++ Programming Guide, environment variables). An index counts in PCI order, as vLLM takes it
+    (vllm/platforms/cuda.py, ``device_control_id_to_physical_device_id``, 0.32).
+    """
+    found, named = devices(), variables.get("CUDA_VISIBLE_DEVICES")
+    if named is None:
+        return found
+    chosen = []
+    for word in named.split(","):
+        word = word.strip()
+        by_index = [device for device in found if word.isdigit() and device.index == int(word)]
+        one = by_index or [device for device in found if word.startswith("GPU-") and device.uuid.startswith(word)]
+        if len(one) != 1:
+            break
+        chosen += one
+    return chosen
 
 
 def _optional(call, handle):

