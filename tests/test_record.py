@@ -252,6 +252,35 @@ def test_every_module_has_its_place_in_the_order():
     assert imports_of("__init__") == set()
 
 
+def programs() -> list[Path]:
+    """Every file of Python outside the tests: the package, the book's extensions, the commands."""
+    commands = [path for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    commands = [path for path in commands if path.suffix == ".py" or "python" in path.read_text().split("\n")[0]]
+    return [*(ROOT / "labs" / "memlab").glob("*.py"), *(ROOT / "book" / "_ext").glob("*.py"), *commands]
+
+
+def private_names_used(path: Path, ours: set[str]) -> set[str]:
+    """Names with an underscore that a file takes from a module of this project, as ``module._name``."""
+    modules, used = {}, set()
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    for node in nodes:
+        if isinstance(node, ast.Import) or (isinstance(node, ast.ImportFrom) and node.module == "memlab"):
+            modules |= {alias.asname or alias.name: alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[-1] in ours:
+            used |= {f"{node.module}.{alias.name}" for alias in node.names if alias.name.startswith("_")}
+    for node in nodes:
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = modules.get(ast.unparse(node.value), "").split(".")[-1]
+            used |= {f"{owner}.{node.attr}"} if owner in ours else set()
+    return used
+
+
+def test_a_name_with_an_underscore_stays_in_its_module():
+    ours = {path.stem for path in programs()}
+    assert {"plots", "record_pages", "environment", "bench"} <= ours
+    assert {path.name: used for path in programs() if (used := private_names_used(path, ours))} == {}
+
+
 def test_the_flags_that_a_server_states_are_ones_we_model():
     assert set(vllm_main._PLACES) <= {field.name for field in flags.MODELLED}
 

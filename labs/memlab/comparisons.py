@@ -58,7 +58,7 @@ def moves(base: RunRecord, *others: RunRecord, replayed: bool = False) -> Plot:
     rows = tuple(
         (
             move.label,
-            *(plots._difference(0.0, move.terms[name]) if name in move.terms else "" for name in _PARTS),
+            *(plots.difference(0.0, move.terms[name]) if name in move.terms else "" for name in _PARTS),
             "" if move.tokens is None else ("+" if move.tokens > 0 else "−") + show_tokens(abs(move.tokens)),
         )
         for move in found
@@ -66,19 +66,19 @@ def moves(base: RunRecord, *others: RunRecord, replayed: bool = False) -> Plot:
     return Plot(
         title="What each flag moves",
         alt=" ".join(_move_alt(move) for move in found),
-        caption=plots._caption((base, *others), replayed),
+        caption=plots.caption((base, *others), replayed),
         table=Table("Stated by vLLM: the change from the first run, by term", header, rows),
         draw=lambda ink: _draw_moves(found, ink),
     )
 
 
 def _move_alt(move: _Move) -> str:
-    each = [f"{words(name)} {plots._difference(0.0, gib)}" for name, gib in move.terms.items() if abs(gib) >= 0.005]
-    return f"{plots._sentence(move.label)}: {', '.join(each) or 'nothing moves'}."
+    each = [f"{words(name)} {plots.difference(0.0, gib)}" for name, gib in move.terms.items() if abs(gib) >= 0.005]
+    return f"{plots.capitalised(move.label)}: {', '.join(each) or 'nothing moves'}."
 
 
 def _draw_moves(found, ink: str):
-    figure, axes = plots._axes(ink, 7.5, 1.5 + 0.62 * len(found))
+    figure, axes = plots.subplots(ink, 7.5, 1.5 + 0.62 * len(found))
     used = {}
     for row, move in enumerate(found):
         ends = {True: 0.0, False: 0.0}
@@ -89,7 +89,7 @@ def _draw_moves(found, ink: str):
             axes.barh(row, gib, 0.6, ends[gib > 0], color=colour, hatch=hatch, edgecolor=ink, linewidth=0.7)
             ends[gib > 0] += gib
             used[name] = Patch(facecolor=colour, hatch=hatch, edgecolor=ink, linewidth=0.7, label=words(name))
-        text = f" KV cache {plots._difference(0.0, move.terms.get('kv_cache', 0.0))}"
+        text = f" KV cache {plots.difference(0.0, move.terms.get('kv_cache', 0.0))}"
         axes.text(ends[True], row, text, ha="left", va="center", fontsize=9, color=ink)
     axes.axvline(0, color=ink, linewidth=1)
     axes.set_yticks(range(len(found)), [move.label for move in found])

@@ -77,9 +77,8 @@ class Table:
             + "</tr>"
             for first, *rest in self.rows
         )
-        caption = f"<caption>{html.escape(self.caption)}</caption>"
-        table = f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-        return f'<div class="memlab-table">{table}</div>'
+        parts = f"<caption>{html.escape(self.caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
+        return f'<div class="memlab-table"><table>{parts}</table></div>'
 
 
 @dataclass(frozen=True)
@@ -153,7 +152,8 @@ def _render(figure: Figure, kind: str) -> bytes:
 # ---- words about records ----
 
 
-def _caption(records, replayed: bool) -> str:
+def caption(records, replayed: bool) -> str:
+    """Where the records come from, each origin once."""
     seen = dict.fromkeys(record.where() for record in records)
     return "; ".join(seen) + (" · replayed from the record" if replayed else "")
 
@@ -204,11 +204,13 @@ def words(name: str) -> str:
     )
 
 
-def _sentence(text: str) -> str:
+def capitalised(text: str) -> str:
+    """``text`` as a sentence begins; vLLM and names of flags keep their case."""
     return text if text.startswith("vLLM") or "_" in text.split()[0] else text[:1].upper() + text[1:]
 
 
-def _difference(before: float, after: float) -> str:
+def difference(before: float, after: float) -> str:
+    """From one size in GiB to another, with its sign; ``none`` where it is too small to show."""
     change = after - before
     return "none" if abs(change) < 0.005 else show_gib(change, signed=True)
 
@@ -307,10 +309,10 @@ def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plo
     ]
     header = ("run", "phase", "from", f"most {memory}")
     return Plot(
-        title=f"{_sentence(memory)} over time",
+        title=f"{capitalised(memory)} over time",
         alt=_timeline_alt(lines, memory, budget),
-        caption=_caption(records, replayed),
-        table=Table(f"{_sentence(memory)} by phase, baseline subtracted", header, tuple(rows)),
+        caption=caption(records, replayed),
+        table=Table(f"{capitalised(memory)} by phase, baseline subtracted", header, tuple(rows)),
         draw=lambda ink: _draw_timeline(lines, memory, budget, ink),
     )
 
@@ -332,10 +334,10 @@ def live(timelines: list[Timeline], phases: list[Phase]) -> Plot:
     memory = "host memory" if timelines[0].measure == "host" else "device memory"
     rows = [(line.label or "so far", show_gib(line.used_gib[-1]), show_gib(line.peak[0])) for line in lines]
     return Plot(
-        title=f"{_sentence(memory)} so far",
+        title=f"{capitalised(memory)} so far",
         alt=_timeline_alt(lines, memory, None),
         caption="A run that goes on",
-        table=Table(f"{_sentence(memory)} so far", ("", "now", "peak"), tuple(rows)),
+        table=Table(f"{capitalised(memory)} so far", ("", "now", "peak"), tuple(rows)),
         draw=lambda ink: _draw_timeline(lines, memory, None, ink),
     )
 
@@ -360,7 +362,8 @@ def _timeline_alt(lines, memory: str, budget) -> str:
     return " ".join(sentences)
 
 
-def _axes(ink: str, width: float, height: float):
+def subplots(ink: str, width: float, height: float):
+    """A figure of that many inches and its axes, whose text and lines have the colour ``ink``."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
     axes.set_facecolor("none")
@@ -374,7 +377,7 @@ def _axes(ink: str, width: float, height: float):
 
 
 def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
-    figure, axes = _axes(ink, 7.5, 4.4)
+    figure, axes = subplots(ink, 7.5, 4.4)
     top = max(line.peak[0] for line in lines)
     end = max(line.time_s[-1] for line in lines)
     for line, (colour, dash) in zip(lines, itertools.cycle(LINES), strict=False):
@@ -511,7 +514,7 @@ def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
     return Plot(
         title="Memory by term",
         alt=" ".join(filter(None, [_ledger_alt(bars), _largest_difference(records)])),
-        caption=_caption(records, replayed),
+        caption=caption(records, replayed),
         table=ledger_table(*records),
         draw=lambda ink: _draw_ledger(bars, ink),
     )
@@ -525,7 +528,7 @@ def _ledger_alt(bars) -> str:
         if parts:
             largest, size = max(parts, key=lambda part: part[1])
             each = ", ".join(f"{words(term)} {show_gib(gib)}" for term, gib in parts)
-            sentences.append(f"{_sentence(name)}: {words(largest)} is largest with {show_gib(size)}; {each}.")
+            sentences.append(f"{capitalised(name)}: {words(largest)} is largest with {show_gib(size)}; {each}.")
         if bar.view.headroom_gib is not None:
             sentences.append(f"Headroom {show_gib(bar.view.headroom_gib)}.")
     return " ".join(sentences)
@@ -541,11 +544,11 @@ def _largest_difference(records) -> str:
         return ""
     name = max(changes, key=lambda name: abs(changes[name]))
     first, second = names(*records)
-    return f"From {first} to {second}, {words(name)} changes most: {_difference(before[name], after[name])}."
+    return f"From {first} to {second}, {words(name)} changes most: {difference(before[name], after[name])}."
 
 
 def _draw_ledger(bars, ink: str) -> Figure:
-    figure, axes = _axes(ink, 7.5, 1.7 + 0.72 * len(bars))
+    figure, axes = subplots(ink, 7.5, 1.7 + 0.72 * len(bars))
     longest = max(max(bar.end, bar.budget_end or 0) for bar in bars)
     limit = 1.18 * longest
     used = {}
@@ -614,7 +617,7 @@ def ledger_table(*records: RunRecord) -> Table:
         if pair:
             before, after = (values[index] for index in pair)
             known = before is not None and after is not None
-            cells.append(_difference(before, after) if known else "")
+            cells.append(difference(before, after) if known else "")
         rows.append((name, *cells))
     header = (first, *columns, *(["difference"] if pair else []))
     memory = "Memory of one GPU" if any(record.machine.gpu for record in records) else "Host memory"
@@ -647,7 +650,7 @@ def reconcile(record: RunRecord) -> Table:
         if values == [None] * 3:
             continue
         measured = next((value for value in values[1:] if value is not None), None)
-        off = "" if None in (values[0], measured) else _difference(values[0], measured)
+        off = "" if None in (values[0], measured) else difference(values[0], measured)
         band, held = bands.get(term), ""
         if band and measured is not None:
             held = "yes" if band[0] - 0.005 <= measured <= band[1] + 0.005 else "no"
