@@ -8,8 +8,9 @@ import time
 
 import pytest
 
-from memlab import gpu
+from memlab import gpu, lab
 from memlab.errors import MemlabError
+from memlab.units import GIB
 
 
 @pytest.mark.parametrize("count", [1, 7, 1000, 54_321])
@@ -129,3 +130,11 @@ def test_a_gpu_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setattr(gpu, "_nvml", lambda: FakeNvml(0, []))
     with pytest.raises(MemlabError, match="preflight"):
         gpu.watch_devices(["GPU-b"])
+
+
+def test_an_allocators_history_begins_with_the_load_and_keeps_its_peak():
+    before = [(900_000, 5 * GIB), (950_000, -5 * GIB)]
+    load = [(1_000_000, 2 * GIB), (1_001_000, 3 * GIB), (1_002_500, -3 * GIB), (1_004_000, -GIB)]
+    trace = lab.trace_since(1.0, allocated_bytes=16 * GIB, events=before + load)
+    assert (trace.time_ms, trace.allocated_gib) == ([0.0, 1.0, 2.5, 4.0], [17.0, 20.0, 17.0, 16.0])
+    assert lab.trace_since(2.0, 16 * GIB, before + load) is None

@@ -165,8 +165,11 @@ def test_several_loads_share_one_server_and_no_prompt():
     assert all(load.latency.completed == load.traffic.requests for load in found.loads)
     assert all(before <= load.start_s < load.end_s for before, load in zip(ends, found.loads, strict=False))
     assert all(0 < load.peak_gib[0] <= found.seen.peak_gib for load in found.loads)
-    # The byte-level tokenizer may split a prompt differently by a token or two at its end.
-    assert found.loads[2].latency.input_tokens == pytest.approx(6 * 1024, rel=0.01)
+    assert found.loads[2].latency.input_tokens == 6 * 1024
+    assert [load.prefix_cache_queries for load in found.loads] == [load.latency.input_tokens for load in found.loads]
+    hits = [load.prefix_cache_hits for load in found.loads]
+    assert hits[:2] == [0, 0], "no block of a prompt was sent before"
+    assert hits[2] % 128 == 0 and hits[2] <= 5 * 512
 
 
 # ---- a process that imported vLLM beforehand ----

@@ -1,6 +1,6 @@
 import pytest
 
-from memlab import cards, shapes
+from memlab import cards, models, shapes
 from memlab.errors import MemlabError, ShapeError
 from memlab.shapes import LAB_MODELS
 
@@ -53,3 +53,18 @@ def test_a_card_is_found_by_a_part_of_its_name_or_refused_by_listing_all():
     assert cards.find("3090").total_gib < 24
     with pytest.raises(MemlabError, match="H200"):
         cards.find("GeForce")
+
+
+@pytest.mark.parametrize("name", ["tiny-llama", "llama-2-70b-rank-of-8", "qwen2.5-0.5b"])
+def test_a_lab_models_text_keeps_its_length_from_ids_to_text_and_back(name, tmp_path):
+    """Else a prompt of ``vllm bench serve`` is longer than asked for, and an answer waits in the stream."""
+    transformers = pytest.importorskip("transformers")
+    size = LAB_MODELS[name].vocab_size
+    tokenizer = transformers.AutoTokenizer.from_pretrained(models.write(name, LAB_MODELS[name], tmp_path))
+    assert tokenizer.vocab_size == size
+    for start in (2, 200, size // 2, size - 300):
+        prompt = [token for token in ((start + i) % size for i in range(2000)) if token > 1]
+        text = tokenizer.decode(prompt)
+        assert len(tokenizer.encode(text, add_special_tokens=False)) == len(prompt)
+    text = "Which flag moves which term? Größe: 16 GiB"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

@@ -20,7 +20,20 @@ from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
 from memlab.process import Child
-from memlab.record import RECORDS, Allocator, Engine, Flags, Load, Machine, Model, Rank, RunRecord, Timeline, Traffic
+from memlab.record import (
+    RECORDS,
+    Allocator,
+    Engine,
+    Flags,
+    Load,
+    Machine,
+    Model,
+    Rank,
+    RunRecord,
+    Timeline,
+    Trace,
+    Traffic,
+)
 from memlab.units import GIB, show_gib, show_seconds
 from memlab.warm import Warm
 
@@ -30,14 +43,15 @@ IMPERSONAL = {"root", "user", "ubuntu", "debian", "admin", "runner", "localhost"
 ENV = {"VLLM_NO_USAGE_STATS": "1", "VLLM_HOST_IP": server.HOST}
 LOCAL_ENV = {**ENV, "HF_HUB_OFFLINE": "1"}  # for a lab model, which needs no download
 ROOMY_CORES = 8  # from here on a second process can import vLLM beside a start
-# What a run can read besides: arguments of the server, and its variables. It listens on the loopback interface alone.
+# What a run can read besides, and what the server needs for any of it. It listens on the loopback interface alone.
 INSTRUMENTS = {
-    "allocator": (
-        ("--worker-extension-cls", "memlab.worker_extension.MemoryReader"),
-        {"VLLM_SERVER_DEV_MODE": "1"},
-    ),
+    "allocator": "PyTorch's allocator, between the loads",
+    "snapshot": "every allocation of each load, with a file for PyTorch's memory viewer beside the run's log",
 }
+READER = ("--worker-extension-cls", "memlab.worker_extension.MemoryReader")
+READER_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
+TRACE_BUCKETS = 150  # at most four times as many points of an allocator's history
 
 
 def runs_folder() -> Path:
@@ -394,9 +408,8 @@ class _LiveRun:
         if card:
             flags = self._as_on(card, flags)
         env = LOCAL_ENV if self.shape else ENV
-        for instrument in self.instruments:
-            arguments, variables = INSTRUMENTS[instrument]
-            flags, env = flags.with_(extra=(*flags.extra, *arguments)), {**env, **variables}
+        if self.instruments:
+            flags, env = flags.with_(extra=(*flags.extra, *READER)), {**env, **READER_ENV}
         self.flags = flags
         self.server = server.Server(
             str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase, warm=warm
@@ -487,32 +500,48 @@ class _LiveRun:
 
         def begin() -> None:
             self.server.mark("traffic")
-            began.append(self.server.now())
+            began.append((self.server.now(), time.time()))
             self.sampler.highest_gib()
 
         if "allocator" in self.instruments:
             self.server.rpc("memlab_reset_peaks")
-        preempted = self._preemptions() if self.several else None
+        if "snapshot" in self.instruments:
+            self.server.rpc("memlab_begin_history")
+        before = self._counters()
         self.latency = traffic.send(
             self.server, load, str(self.served), self.folder, self.seed + number, self.tick, begin, warm
         )
         if not self.several or not began:
             return
-        allocator = []
-        if "allocator" in self.instruments:
-            with contextlib.suppress(ServerError):  # a server that just died: the log says why
+        allocator, trace = [], None
+        with contextlib.suppress(ServerError):  # a server that just died: the log says why
+            if "allocator" in self.instruments:
                 allocator = [Allocator(**read) for read in self.server.rpc("memlab_allocator")]
-        after = self._preemptions()
-        times = round(began[0], 3), round(self.server.now(), 3)
-        more = None if None in (preempted, after) else after - preempted
-        self.loads.append(Load(load, *times, self.sampler.highest_gib(), self.latency, more, allocator))
+            if "snapshot" in self.instruments:
+                file = str(self.folder / f"snapshot-load{number}.pickle")
+                trace = trace_since(began[0][1], **self.server.rpc("memlab_end_history", file)[0])
+        after = self._counters()
+        self.loads.append(
+            Load(
+                load,
+                round(began[0][0], 3),
+                round(self.server.now(), 3),
+                self.sampler.highest_gib(),
+                self.latency,
+                allocator=allocator,
+                trace=trace,
+                **{name: after[name] - before[name] for name in before if name in after},
+            )
+        )
         self.server.mark("between_loads")
 
-    def _preemptions(self) -> int | None:
+    def _counters(self) -> dict[str, int]:
+        """What vLLM counts since its start and a load tells of itself."""
         try:
-            return int(traffic.metrics(self.server.get("/metrics")).get("preemptions", 0))
+            found = traffic.metrics(self.server.get("/metrics"))
         except ServerError:
-            return None
+            return {}
+        return {name: int(found.get(name, 0)) for name in ("preemptions", "prefix_cache_queries", "prefix_cache_hits")}
 
     def _died_under_load(self, patience_s: float = 10) -> bool:
         """Whether the server ended under the traffic. It may answer on for seconds while its engine is dead already."""
@@ -676,6 +705,26 @@ def decisive_error(events) -> vllm_log.Event | None:
         return (not vllm_log.is_out_of_memory(event), event.kind not in vllm_log.DOES_NOT_FIT, event.line_number)
 
     return min(errors, key=order, default=None)
+
+
+def trace_since(start_s: float, allocated_bytes: int, events: list) -> Trace | None:
+    """An allocator's history from ``start_s`` (seconds since 1970) on; None where nothing was allocated.
+
+    Args:
+        start_s: the beginning of the load; what came before it is left out.
+        allocated_bytes: held at the end of the history.
+        events: pairs of (microseconds since 1970, bytes; negative when freed), in order.
+    """
+    events = [(at, size) for at, size in events if at >= start_s * 1e6]
+    if not events:
+        return None
+    held = allocated_bytes - sum(size for _, size in events)
+    curve = gpu.Extremes(TRACE_BUCKETS)
+    for at, size in events:
+        held += size
+        curve.add((at - events[0][0]) / 1000, held / GIB)
+    times, sizes = curve.points()
+    return Trace([round(at, 3) for at in times], [round(size, 4) for size in sizes])
 
 
 def next_repeat(stem: str) -> int:

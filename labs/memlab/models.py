@@ -3,6 +3,7 @@
 With ``--load-format dummy`` vLLM makes up weights of the right shape, so memory is that of the real model.
 """
 
+import itertools
 import json
 from pathlib import Path
 
@@ -10,6 +11,16 @@ from memlab.shapes import LAB_MODELS, ModelShape
 
 _SPECIAL = ("<|begin|>", "<|end|>")
 _CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: "
+# Code points for the tokens of more than a byte: what bytes that are no UTF-8 decode to, ideographs, syllables, then
+# the planes for private use.
+_CHARACTERS = (
+    range(0xFFFD, 0xFFFE),
+    range(0x4E00, 0xA000),
+    range(0xAC00, 0xD7A4),
+    range(0x20000, 0x2A6E0),
+    range(0xF0000, 0xFFFFE),
+    range(0x100000, 0x10FFFE),
+)
 
 
 def _byte_symbols() -> list[str]:
@@ -20,9 +31,33 @@ def _byte_symbols() -> list[str]:
     return [symbols[byte] for byte in range(256)]
 
 
-def tokenizer() -> dict:
-    """A ``tokenizer.json`` with one token for each byte, behind the two special tokens."""
-    vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *_byte_symbols()])}
+def _merges(symbols: list[str]):
+    """Pairs of tokens that build the characters, one byte after the other; each pair once."""
+    known = set()
+    for point in itertools.chain(*_CHARACTERS):
+        head, *tails = (symbols[byte] for byte in chr(point).encode())
+        for tail in tails:
+            if head + tail not in known:
+                known.add(head + tail)
+                yield head, tail
+            head += tail
+
+
+def tokenizer(vocab_size: int) -> dict:
+    """A ``tokenizer.json`` of byte-level BPE that gives nearly every id of a vocabulary one character of its own.
+
+    After the two special tokens comes one for each byte. The rest are characters, each merged byte by byte, with the
+    few beginnings of characters that this takes. So text keeps its length from ids to text and back. A vocabulary as
+    large as the model's matters twice. ``vllm bench serve`` makes a prompt by counting on from a random id: among few
+    ids prompts would soon be the same, and lie in the prefix cache. And the model may answer with any id: one without
+    text would wait in the stream for the next.
+
+    Args:
+        vocab_size: of the model, at least 258.
+    """
+    symbols = _byte_symbols()
+    merges = list(itertools.islice(_merges(symbols), vocab_size - len(_SPECIAL) - len(symbols)))
+    tokens = [*_SPECIAL, *symbols, *(head + tail for head, tail in merges)]
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     return {
@@ -43,8 +78,8 @@ def tokenizer() -> dict:
             "fuse_unk": False,
             "byte_fallback": False,
             "ignore_merges": False,
-            "vocab": vocabulary,
-            "merges": [],
+            "vocab": {token: number for number, token in enumerate(tokens)},
+            "merges": merges,
         },
     }
 
@@ -57,7 +92,7 @@ def write(name: str, shape: ModelShape, folder: Path) -> Path:
     files = {
         "config.json": shape.to_config(),
         "generation_config.json": {"bos_token_id": 0, "eos_token_id": 1},
-        "tokenizer.json": tokenizer(),
+        "tokenizer.json": tokenizer(shape.vocab_size),
         "tokenizer_config.json": {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": begin,

@@ -170,10 +170,20 @@ class Allocator:
 
 
 @dataclass(frozen=True)
+class Trace:
+    """What PyTorch's allocator held at each allocation and release, as milliseconds since the first and GiB; the
+    extremes of many thousands."""
+
+    time_ms: list[float]
+    allocated_gib: list[float]
+
+
+@dataclass(frozen=True)
 class Load:
     """One of several loads that a run sent one after the other; times on the run's clock.
 
-    ``peak_gib`` is the most that each rank held during it, baseline subtracted. ``preemptions`` are those of this load.
+    ``peak_gib`` is the most that each rank held during it, baseline subtracted. ``preemptions`` are those of this load,
+    and so are the tokens that it looked up in the prefix cache and those found there. ``trace`` is of the first rank.
     """
 
     traffic: Traffic
@@ -183,6 +193,9 @@ class Load:
     latency: Latency | None = None
     preemptions: int | None = None
     allocator: list[Allocator] = field(default_factory=list)
+    prefix_cache_queries: int | None = None
+    prefix_cache_hits: int | None = None
+    trace: Trace | None = None
 
 
 @dataclass(frozen=True)

@@ -114,6 +114,8 @@ def metrics(text: str) -> dict[str, float]:
         "vllm:num_requests_running": "running",
         "vllm:num_requests_waiting": "waiting",
         "vllm:num_preemptions_total": "preemptions",
+        "vllm:prefix_cache_queries_total": "prefix_cache_queries",
+        "vllm:prefix_cache_hits_total": "prefix_cache_hits",
     }
     found: dict[str, float] = {}
     for family in text_string_to_metric_families(text):

@@ -1,10 +1,12 @@
 """What PyTorch's allocator holds, read inside vLLM's worker (``--worker-extension-cls``), for runs that say so.
 
 The methods are called through ``/collective_rpc``, which a server opens with ``VLLM_SERVER_DEV_MODE=1`` only. They read
-and reset statistics; a run with them is marked as instrumented, since each call halts the worker for a moment.
+and reset statistics, and record a history; a run with them is marked as instrumented, since each call halts the worker
+for a moment, and a history costs time at every allocation.
 """
 
 GIB = 2**30
+HISTORY_EVENTS = 100_000  # the latest are kept: about 20 steps of a model of 32 layers
 
 
 class MemoryReader:
@@ -32,3 +34,29 @@ class MemoryReader:
         import torch
 
         torch.cuda.reset_peak_memory_stats()
+
+    def memlab_begin_history(self) -> None:
+        """Record every allocation from here on, with the Python lines that asked for it."""
+        import torch
+
+        torch.cuda.memory._record_memory_history(max_entries=HISTORY_EVENTS, stacks="python")
+
+    def memlab_end_history(self, path: str) -> dict[str, object]:
+        """Write the snapshot for PyTorch's viewer and stop recording.
+
+        Args:
+            path: a pickle beside the run's log; the rank is put before its suffix.
+
+        Returns:
+            ``allocated_bytes`` now, and ``events``: pairs of (microseconds since 1970, bytes; negative when freed).
+        """
+        import torch
+
+        device = torch.cuda.current_device()
+        stem, _, suffix = path.rpartition(".")
+        torch.cuda.memory._dump_snapshot(f"{stem}-{device}.{suffix}")
+        history = torch.cuda.memory._snapshot(device)["device_traces"][device]
+        torch.cuda.memory._record_memory_history(enabled=None)
+        signs = {"alloc": 1, "free_completed": -1}
+        events = [(e["time_us"], signs[e["action"]] * e["size"]) for e in history if e["action"] in signs]
+        return {"allocated_bytes": torch.cuda.memory_allocated(), "events": events}
