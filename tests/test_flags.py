@@ -2,7 +2,7 @@ import shlex
 
 import pytest
 
-from memlab import flags
+from memlab import flags, launch
 from memlab.errors import FlagError
 from memlab.flags import ServeFlags
 
@@ -12,22 +12,12 @@ def test_a_pasted_command_comes_out_again_with_the_same_meaning():
         "vllm serve meta-llama/Llama-3.1-8B --max_num_seqs=64 -tp 2 --gpu-memory-utilization 0.85 "
         "--max-num-batched-tokens 2K --no-enable-chunked-prefill --enforce-eager --served-model-name 'my model'"
     )
-    model, read = flags.from_command(line)
+    found = launch.read(line)
+    read = found.flags
     assert (read.max_num_seqs, read.tensor_parallel_size, read.max_num_batched_tokens) == (64, 2, 2048)
     assert read.enable_chunked_prefill is False
     assert read.extra == ("--served-model-name", "my model")
-    assert flags.from_command(read.command(model)) == (model, read)
-
-
-def test_lines_continued_with_a_backslash_are_one_command():
-    model, read = flags.from_command("vllm serve m \\\n  --max-model-len 4096 \\\n  --block-size 16")
-    assert (model, read.max_model_len, read.block_size) == ("m", 4096, 16)
-
-
-@pytest.mark.parametrize("line", ["ls -l", "vllm serve", "vllm serve --max-model-len 4", "vllm serve 'm"])
-def test_what_is_no_serve_command_is_refused_with_a_way_out(line):
-    with pytest.raises(FlagError):
-        flags.from_command(line)
+    assert launch.read(read.command(found.model)) == found
 
 
 def test_a_value_that_vllm_refuses_is_refused_with_vllms_flag_in_the_message():

@@ -18,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from memlab import attach, gpu, lab, models, record, screen, shapes, watch
+from memlab import attach, gpu, lab, metrics, models, record, screen, shapes, watch
 from memlab.errors import MemlabError
 from memlab.flags import ServeFlags
 from memlab.ledger import MemoryLedger
@@ -108,8 +108,8 @@ def watched(
     [(OLD, 0.9987, 25, 12, 7, 6352, 1), (CPU, 0.0527, 48, 0, 0, 4096, 1), (TWO, 0.75, 7, 3, 0, 30000, 2)],
 )
 def test_the_metrics_of_each_version_are_read(page, usage, running, waiting, preemptions, blocks, engines):
-    found = attach.read_metrics(PAGES[page])
-    assert found.kv_usage == pytest.approx(usage, abs=1e-4), "the fullest engine counts, not the sum"
+    found = metrics.read(PAGES[page])
+    assert found.kv_cache_usage == pytest.approx(usage, abs=1e-4), "the fullest engine counts, not the sum"
     assert (found.running, found.waiting, found.preemptions) == (running, waiting, preemptions)
     assert (found.kv.blocks, found.engines) == (blocks, engines)
     assert found.kv.tokens == found.kv.blocks * found.kv.block_size
@@ -120,8 +120,8 @@ def test_the_metrics_of_each_version_are_read(page, usage, running, waiting, pre
 @given(st.text(max_size=300))
 def test_no_page_breaks_the_reader(text):
     for page in (text, "vllm:kv_cache_usage_perc" + text, "vllm:cache_config_info{" + text + "} 1.0\n" + PAGES[CPU]):
-        found = attach.read_metrics(page)
-        assert found is None or found.kv_usage is None or found.kv_usage >= 0
+        found = metrics.read(page)
+        assert found is None or found.kv_cache_usage is None or found.kv_cache_usage >= 0
 
 
 def test_a_figure_that_json_cannot_hold_is_not_seen():
@@ -129,7 +129,7 @@ def test_a_figure_that_json_cannot_hold_is_not_seen():
     page = page.replace(
         'vllm:num_requests_running{engine="0",model_name="tiny-llama"} 48.0', "vllm:num_requests_running NaN"
     )
-    found = attach.read_metrics(page)
+    found = metrics.read(page)
     assert found.running is None
     assert found.kv.max_concurrency is None
     assert found.kv.tokens == 524288
@@ -302,9 +302,9 @@ def test_however_the_watch_is_ended_its_record_is_there(tmp_path, ending):
 def test_a_long_watch_keeps_the_fullest_moment():
     poller = attach.Poller(None, 0.0)
     for second in range(5000):
-        poller.keep(float(second), attach.Metrics(kv_usage=0.99 if second == 3333 else 0.1))
+        poller.keep(float(second), metrics.Metrics(kv_cache_usage=0.99 if second == 3333 else 0.1))
     assert len(poller.rows) < 2 * attach.ROWS
-    assert max(row.kv_usage for _, row in poller.rows) == 0.99
+    assert max(row.kv_cache_usage for _, row in poller.rows) == 0.99
     times = [at for at, _ in poller.rows]
     assert times == sorted(times)
     assert times[-1] > 4900
@@ -313,9 +313,9 @@ def test_a_long_watch_keeps_the_fullest_moment():
 def test_a_counter_that_starts_anew_has_no_rate():
     poller = attach.Poller(None, 0.0)
     for second, value in enumerate((100.0, 200.0, 300.0)):
-        poller.keep(float(second), attach.Metrics(prompt_tokens=value))
+        poller.keep(float(second), metrics.Metrics(prompt_tokens=value))
     assert poller.change("prompt_tokens", 10) == (200.0, 2.0)
-    poller.keep(3.0, attach.Metrics(prompt_tokens=5.0))
+    poller.keep(3.0, metrics.Metrics(prompt_tokens=5.0))
     assert poller.change("prompt_tokens", 10) is None
 
 
@@ -483,6 +483,7 @@ def test_a_command_line_is_read_however_vllm_was_started():
     for words in (["vllm", "serve", "m", "--seed", "3"], module, [*module[:3], "--model", "m", "--seed=3"]):
         model, found = attach.read_command(words)
         assert (model, found.seed) == ("m", 3)
+    assert found.extra == ("--model", "m"), "a record says how the model was named"
     assert attach.read_command(["nginx", "-g", "daemon off"]) is None
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 import fixtures_record as fixtures
 from live_vllm import kernel, vllm_processes, wait_until
-from memlab import flags, lab, launch, notebook, panel, plots, record, widgets
+from memlab import lab, launch, notebook, panel, plots, record, widgets
 from memlab.errors import FlagError, MemlabError, NotebookError
 from memlab.flags import ServeFlags
 from memlab.panel import Panel, Settings
@@ -297,6 +297,7 @@ def test_variables_of_the_environment_are_left_out_with_a_word():
         ("docker ps --filter name=vllm", "docker run"),
         ("vllm bench serve --model m", "starts no server"),
         ("vllm serve", "no model is named"),
+        ("vllm serve --model", "no model is named"),
         ("vllm serve --max-model-len 4", "no model is named"),
         ("vllm serve 'm", "quotes do not match"),
         ("vllm serve m --max-num-seqs many", "'many' is no whole number"),
@@ -327,7 +328,7 @@ def test_a_paste_sets_the_controls_and_comes_out_again():
     assert made.view.inputs["max_num_seqs"].value == "64"
     assert "HF_TOKEN" in said
     shown = html.unescape(made.view.command.value)
-    assert flags.from_command(re.search(r">(vllm serve.*?)</pre>", shown, re.DOTALL).group(1)) == ("org/m", MEANT)
+    assert launch.read(re.search(r">(vllm serve.*?)</pre>", shown, re.DOTALL).group(1)) == launch.Launch("org/m", MEANT)
 
 
 def test_on_the_cpu_a_paste_leaves_what_is_off_and_keeps_the_pool():

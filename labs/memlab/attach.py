@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import ipaddress
 import json
-import math
 import os
 import re
 import socket
@@ -19,17 +18,16 @@ import time
 import urllib.error
 import urllib.request
 from collections import deque
-from dataclasses import dataclass, replace
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import psutil
-from prometheus_client.parser import text_string_to_metric_families
 
-from memlab import flags, shapes, traffic, vllm_log
+from memlab import flags, metrics, shapes, vllm_log
 from memlab.errors import FlagError, MemlabError, ServerError, ShapeError
-from memlab.record import KVCache, Phase
-from memlab.screen import clean
+from memlab.metrics import Metrics
+from memlab.record import Phase
+from memlab.vllm_log import clean
 
 TIMEOUT_S = 5.0
 MAX_PAGE = 8 << 20  # a page of metrics takes some hundred KiB
@@ -131,71 +129,6 @@ class Client:
             raise Unreachable(f"{path}: {clean(cause)}", refused) from error
 
 
-_NUMBERS = {
-    "vllm:num_requests_running": "running",
-    "vllm:num_requests_waiting": "waiting",
-    "vllm:num_preemptions_total": "preemptions",
-    "vllm:prompt_tokens_total": "prompt_tokens",
-    "vllm:generation_tokens_total": "generation_tokens",
-    "vllm:prefix_cache_queries_total": "prefix_queries",
-    "vllm:prefix_cache_hits_total": "prefix_hits",
-}
-_USAGE, _CONFIG, _PYTHON = "vllm:kv_cache_usage_perc", "vllm:cache_config_info", "python_info"
-_NAMES = (*_NUMBERS, _USAGE, _CONFIG, _PYTHON)
-
-
-@dataclass(frozen=True)
-class Metrics:
-    """A ``/metrics`` page of vLLM 0.26 to 0.33: counts are summed over engines, the usage is that of the fullest."""
-
-    engines: int = 1
-    kv_usage: float | None = None
-    running: float | None = None
-    waiting: float | None = None
-    preemptions: float | None = None
-    prompt_tokens: float | None = None
-    generation_tokens: float | None = None
-    prefix_queries: float | None = None
-    prefix_hits: float | None = None
-    model: str | None = None
-    python: str | None = None
-    config: dict[str, str] | None = None
-    kv: KVCache | None = None
-
-
-def read_metrics(text: str) -> Metrics | None:
-    """The page's figures; None where it is no page of vLLM's engine.
-
-    Only the lines with wanted names are parsed, so that a page of any length costs little.
-    """
-    wanted = [row for row in text.split("\n") if row.startswith(_NAMES) and len(row) < 16_384][:2000]
-    if not any(row.startswith("vllm:") for row in wanted):
-        return None
-    page = "\n".join(wanted) + "\n"
-    try:
-        samples = [sample for family in text_string_to_metric_families(page) for sample in family.samples]
-        kv = traffic.kv_cache(page)
-    except Exception:  # the parser meets a page that anybody wrote: what it raises is not listed
-        return None
-    running = sum(sample.name == "vllm:num_requests_running" for sample in samples)
-    found: dict[str, object] = {"engines": max(1, running)}
-    for sample in samples:
-        if sample.name in _NUMBERS and math.isfinite(sample.value):
-            name = _NUMBERS[sample.name]
-            found[name] = found.get(name, 0.0) + sample.value
-        elif sample.name == _USAGE and math.isfinite(sample.value):
-            found["kv_usage"] = max(found.get("kv_usage", 0.0), sample.value)
-        elif sample.name == _CONFIG:
-            found.setdefault("config", {clean(key, 60): clean(value, 60) for key, value in sample.labels.items()})
-        elif sample.name == _PYTHON:
-            found["python"] = version_text(sample.labels.get("version"))
-        if sample.name.startswith("vllm:") and "model_name" in sample.labels:
-            found.setdefault("model", clean(sample.labels["model_name"]))
-    if kv is not None and not math.isfinite(kv.max_concurrency or 0.0):
-        kv = replace(kv, max_concurrency=None)
-    return Metrics(**found, kv=kv)
-
-
 def version_text(text: object) -> str | None:
     return text if isinstance(text, str) and re.fullmatch(r"\d[\w.+-]{0,39}", text) else None
 
@@ -233,7 +166,7 @@ class Poller(threading.Thread):
             if error.status is not None:
                 self.dead = error.status == 503  # vLLM's answer once its engine is dead
         try:
-            found = read_metrics(self.client.get("/metrics"))
+            found = metrics.read(self.client.get("/metrics"))
         except Unreachable:
             return
         self.refused = 0
@@ -245,14 +178,14 @@ class Poller(threading.Thread):
         self.recent.append((at, found))
         if self._since < self._every:
             self._since += 1
-            if self.rows and (found.kv_usage or 0) > (self.rows[-1][1].kv_usage or 0):
+            if self.rows and (found.kv_cache_usage or 0) > (self.rows[-1][1].kv_cache_usage or 0):
                 self.rows[-1] = (at, found)
             return
         self.rows.append((at, found))
         self._since = 1
         if len(self.rows) >= 2 * ROWS:
             pairs = zip(self.rows[::2], self.rows[1::2], strict=True)
-            self.rows = [max(pair, key=lambda row: row[1].kv_usage or 0) for pair in pairs]
+            self.rows = [max(pair, key=lambda row: row[1].kv_cache_usage or 0) for pair in pairs]
             self._every *= 2
 
     def change(self, name: str, seconds: float) -> tuple[float, float] | None:
@@ -338,14 +271,10 @@ def read_command(words: list[str]) -> tuple[str | None, flags.ServeFlags] | None
     if not starts:
         return None
     arguments = words[starts[0] + 1 :]
-    model = arguments.pop(0) if arguments and not arguments[0].startswith("-") else None
-    found = flags.from_args(arguments)
-    for number, word in enumerate(found.extra):
-        if word == "--model" and number + 1 < len(found.extra):
-            model = found.extra[number + 1]
-        elif word.startswith("--model="):
-            model = word.partition("=")[2]
-    return model, found
+    model, _ = flags.take_model(arguments)
+    first = arguments and not arguments[0].startswith("-")
+    # A record keeps what was typed: --model stays among the arguments.
+    return model, flags.from_args(arguments[1:] if first else arguments)
 
 
 def public_extra(extra: tuple[str, ...]) -> list[str]:

@@ -138,21 +138,25 @@ def from_args(args: list[str]) -> ServeFlags:
     return ServeFlags(**vars(known), extra=tuple(extra))
 
 
-def from_command(command: str) -> tuple[str, ServeFlags]:
-    """Model and flags of a ``vllm serve MODEL ...`` line.
+def take_model(words: list[str]) -> tuple[str | None, list[str]]:
+    """The model that the words behind ``vllm serve`` name, or behind the module that did so before it, and the rest.
 
-    Raises:
-        FlagError: where the line is no such command.
+    None where they name none: it stands first, or behind ``--model``.
     """
-    try:
-        words = shlex.split(command.replace("\\\n", " "))
-    except ValueError as error:
-        raise FlagError(f"the quotes of this command line do not match ({error}): check them") from error
-    while words and words[0] != "serve":
-        words.pop(0)
-    if len(words) < 2 or words[1].startswith("-"):
-        raise FlagError("this is no 'vllm serve MODEL ...' line: paste it whole, the model right behind 'serve'")
-    return words[1], from_args(words[2:])
+    model, rest, number = None, [], 0
+    if words and not words[0].startswith("-"):
+        model, number = words[0], 1
+    while number < len(words):
+        option, equals, value = words[number].partition("=")
+        if option in ("--model", "--model-tag", "--model_tag"):
+            if not equals:
+                number += 1
+                value = words[number] if number < len(words) else ""
+            model = value or model
+        else:
+            rest.append(words[number])
+        number += 1
+    return model, rest
 
 
 def check(flags: ServeFlags, model_max_len: int | None = None) -> None:

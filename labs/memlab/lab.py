@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from memlab import cards, checks, gpu, models, record, server, traffic, vllm_log, vllm_main
+from memlab import cards, checks, gpu, metrics, models, record, server, traffic, vllm_log, vllm_main
 from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
@@ -476,11 +476,12 @@ class _LiveRun:
             self.outcome, self.error = self._why_it_ended("failed_to_start")
             return
         self.outcome = "ok"
-        self.kv = traffic.kv_cache(self.server.get("/metrics"))
+        found = metrics.read(self.server.get("/metrics"))
+        self.kv = found.kv if found else None
         if not wanted:
             return
         died = False
-        with traffic.Scraper(self.server) as scraper:
+        with metrics.Scraper(self.server) as scraper:
             for number, each in enumerate(wanted):
                 if number + 2 < len(wanted):
                     warm.append(self._warm_up())
@@ -538,10 +539,11 @@ class _LiveRun:
     def _counters(self) -> dict[str, int]:
         """What vLLM counts since its start and a load tells of itself."""
         try:
-            found = traffic.metrics(self.server.get("/metrics"))
+            found = metrics.read(self.server.get("/metrics"))
         except ServerError:
             return {}
-        return {name: int(found.get(name, 0)) for name in ("preemptions", "prefix_cache_queries", "prefix_cache_hits")}
+        names = ("preemptions", "prefix_cache_queries", "prefix_cache_hits")
+        return {name: int(count) for name in names if (count := getattr(found, name, None)) is not None}
 
     def _died_under_load(self, patience_s: float = 10) -> bool:
         """Whether the server ended under the traffic. It may answer on for seconds while its engine is dead already."""

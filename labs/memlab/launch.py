@@ -272,20 +272,8 @@ def _variables(environment) -> list[str]:
 
 
 def _arguments(words: list[str], notes: list[str]) -> Launch:
-    """Model and flags from the words behind ``vllm serve``, or of the module that did so before it."""
-    model, rest, number = None, [], 0
-    if words and not words[0].startswith("-"):
-        model, number = words[0], 1
-    while number < len(words):
-        option, equals, value = words[number].partition("=")
-        if option in ("--model", "--model-tag", "--model_tag"):
-            if not equals:
-                number += 1
-                value = words[number] if number < len(words) else ""
-            model = value or model
-        else:
-            rest.append(words[number])
-        number += 1
+    """Model and flags from the words behind ``vllm serve``."""
+    model, rest = flags.take_model(words)
     if not model or model.startswith("-"):
         raise FlagError("no model is named: give it right behind 'serve', or as --model NAME")
     _refuse_variables(["--model", model])

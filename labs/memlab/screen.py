@@ -1,6 +1,6 @@
 """What ``memlab watch`` shows: a server's view as plain data, the rule that names its weak spot, and the text of both.
 
-Nothing here reads anything. Text that came from a server or a log passes through ``clean`` before it gets here.
+Nothing here reads anything. Text that came from a server or a log has passed through ``vllm_log.clean``.
 """
 
 import shutil
@@ -22,11 +22,6 @@ FOREIGN_GIB = 0.25
 POOL_FULL = 0.95
 # Whole blocks for each request leave this much over what all requests together can hold.
 UNREACHABLE = 1.05
-
-
-def clean(text: object, limit: int = 200) -> str:
-    """Text of others for a terminal: no control characters, no direction marks, at most ``limit`` characters."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in str(text)[:limit])
 
 
 @dataclass(frozen=True)

@@ -1,17 +1,13 @@
-"""Load through ``vllm bench serve``, and vLLM's own metrics while it runs."""
+"""Load through ``vllm bench serve``."""
 
-import contextlib
 import json
 import statistics
 import subprocess
-import threading
 import time
 from pathlib import Path
 
-from prometheus_client.parser import text_string_to_metric_families
-
-from memlab.errors import MemlabError, TrafficError
-from memlab.record import KVCache, Latency, Series, Traffic
+from memlab.errors import TrafficError
+from memlab.record import Latency, Traffic
 from memlab.warm import Warm, start_vllm
 
 PERCENTILES = "50,90,99"
@@ -105,77 +101,3 @@ def latency(result: dict) -> Latency:
         input_tokens=result["total_input_tokens"],
         output_tokens=result["total_output_tokens"],
     )
-
-
-def metrics(text: str) -> dict[str, float]:
-    """The gauges and counters of a ``/metrics`` page that a memory lab needs, summed over engines."""
-    wanted = {
-        "vllm:kv_cache_usage_perc": "kv_cache_usage",
-        "vllm:num_requests_running": "running",
-        "vllm:num_requests_waiting": "waiting",
-        "vllm:num_preemptions_total": "preemptions",
-        "vllm:prefix_cache_queries_total": "prefix_cache_queries",
-        "vllm:prefix_cache_hits_total": "prefix_cache_hits",
-    }
-    found: dict[str, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name in wanted:
-                found[wanted[sample.name]] = found.get(wanted[sample.name], 0.0) + sample.value
-    return found
-
-
-def kv_cache(text: str) -> KVCache | None:
-    """The pool as ``vllm:cache_config_info`` states it on a ``/metrics`` page (0.26 to 0.33)."""
-    for family in text_string_to_metric_families(text):
-        if family.name == "vllm:cache_config_info" and family.samples:
-            labels = family.samples[0].labels
-
-            def number(name, kind, labels=labels):
-                try:
-                    return kind(labels.get(name, ""))
-                except ValueError:
-                    return None
-
-            return KVCache(
-                tokens=number("kv_cache_size_tokens", int),
-                blocks=number("num_gpu_blocks", int),
-                block_size=number("block_size", int),
-                max_concurrency=number("kv_cache_max_concurrency", float),
-            )
-    return None
-
-
-class Scraper:
-    """Reads ``/metrics`` a few times a second in a thread; ``series()`` has what was seen."""
-
-    def __init__(self, server, rate_hz: float = 4.0, limit: int = 400):
-        self.server, self.period, self.limit = server, 1 / rate_hz, limit
-        self.rows: list[tuple[float, dict[str, float]]] = []
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="metrics scraper", daemon=True)
-
-    def __enter__(self):
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception):
-        self._stop.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._stop.is_set():
-            with contextlib.suppress(MemlabError, ValueError):  # busy or ending: the next round tells
-                self.rows.append((self.server.now(), metrics(self.server.get("/metrics"))))
-            if len(self.rows) > self.limit:  # coarser from here on, evenly
-                self.rows, self.period = self.rows[::2], self.period * 2
-            self._stop.wait(self.period)
-
-    def series(self, since_s: float = 0.0) -> Series | None:
-        """What was seen from ``since_s`` on, on the server's clock; None where nothing was."""
-        rows = [(at, row) for at, row in self.rows if at >= since_s]
-        if not rows:
-            return None
-        columns = ("kv_cache_usage", "running", "waiting", "preemptions")
-        values = {name: [round(row.get(name, 0.0), 4) for _, row in rows] for name in columns}
-        return Series(time_s=[round(at, 2) for at, _ in rows], **values)

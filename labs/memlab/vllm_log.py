@@ -1240,6 +1240,11 @@ def scrub(text: str) -> str:
     return text
 
 
+def clean(text: object, limit: int = 200) -> str:
+    """Text of others for a terminal: no control characters, no direction marks, at most ``limit`` characters."""
+    return "".join(c if c.isprintable() else "\ufffd" for c in str(text)[:limit])
+
+
 def memory_lines(events: Iterable[Event], limit: int = 40, line_chars: int = 700) -> list[str]:
     """The messages that state memory, and the failures, scrubbed; repeats and what exceeds ``limit`` are left out.
 

@@ -19,27 +19,27 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from memlab import flags, gpu, host, lab, ledger, record, shapes, vllm_log
+from memlab import flags, gpu, host, lab, ledger, metrics, record, shapes, vllm_log
 from memlab.attach import (
     PERIOD_S,
     ROWS,
     Client,
     LogReader,
-    Metrics,
     Poller,
     Process,
     Unreachable,
     find_pid,
     public_extra,
-    read_metrics,
     read_shape,
     torch_version,
     version_text,
 )
 from memlab.errors import MemlabError
+from memlab.metrics import Metrics, label_number
 from memlab.record import Engine, Flags, KVCache, Machine, Model, Rank, RunRecord, Series
-from memlab.screen import FOREIGN_GIB, Gauge, Sight, View, clean, frame, line, weak_spot
+from memlab.screen import FOREIGN_GIB, Gauge, Sight, View, frame, line, weak_spot
 from memlab.units import show_gib
+from memlab.vllm_log import clean
 
 GONE_AFTER = 3  # connections refused in a row, where no process is seen
 DEVICE_HZ = 20.0
@@ -100,7 +100,7 @@ class Watch:
                 f"nothing answers at {self.client.url} ({error}): is the server up, and on this port? Name it with "
                 "--url; a server that is still starting is watched with --pid"
             ) from error
-        found = read_metrics(page)
+        found = metrics.read(page)
         if found is None:
             raise MemlabError(self._no_vllm("its /metrics has no vllm: figures"))
         self.poller.keep(self.now(), found)
@@ -300,7 +300,7 @@ class Watch:
         return found
 
     def _stated_by_metrics(self) -> ledger.MemoryLedger | None:
-        given = _number((self.latest().config or {}).get("kv_cache_memory_bytes"), int)
+        given = label_number((self.latest().config or {}).get("kv_cache_memory_bytes"), int)
         return None if given is None else ledger.MemoryLedger("stated", kv_cache_gib=given / (1 << 30), pool_given=True)
 
     def _pool(self) -> KVCache | None:
@@ -333,7 +333,7 @@ class Watch:
             unprofiled_gib=unprofiled,
             foreign_growth_gib=growth,
             host_free_gib=host.memory().available_gib if self.process else None,
-            kv_usage=now.kv_usage,
+            kv_usage=now.kv_cache_usage,
             pool_tokens=pool.tokens if pool else None,
             running=now.running,
             waiting=now.waiting,
@@ -351,7 +351,7 @@ class Watch:
         sight, number = self.sight(ledgers)
         last = self.poller.recent[-1][0] if self.poller.recent else 0.0
         silent = self.now() - last
-        queries, hits = self.poller.change("prefix_queries", 60), self.poller.change("prefix_hits", 60)
+        queries, hits = (self.poller.change(f"prefix_cache_{name}", 60) for name in ("queries", "hits"))
         share = hits[0] / queries[0] if queries and hits and queries[0] > 0 else None
         error = lab.decisive_error(self.reader.events[:]) if self.reader else None
         notes = [*self.notes, *(self.process.notes if self.process else [])]
@@ -365,7 +365,7 @@ class Watch:
             title=self._title(),
             pid=self.process.pid if self.process else None,
             silent_s=silent if silent > 3 * PERIOD_S else None,
-            kv_usage=now.kv_usage,
+            kv_usage=now.kv_cache_usage,
             pool_tokens=sight.pool_tokens,
             running=now.running,
             waiting=now.waiting,
@@ -448,7 +448,7 @@ class Watch:
                 backend=self.backend,
                 vllm=version,
                 torch=self.torch,
-                python=self.latest().python,
+                python=version_text(self.latest().python),
                 runner=engine.get("runner"),
                 attention=engine.get("attention"),
                 sampler=engine.get("sampler"),
@@ -488,10 +488,10 @@ class Watch:
         """The flags as vLLM states them: by the labels of its cache configuration, and by its log."""
         config = self.latest().config or {}
         stated: dict[str, object] = {
-            "gpu_memory_utilization": _number(config.get("gpu_memory_utilization"), float),
-            "block_size": _number(config.get("block_size"), int),
-            "kv_cache_memory_bytes": _number(config.get("kv_cache_memory_bytes"), int),
-            "num_gpu_blocks_override": _number(config.get("num_gpu_blocks_override"), int),
+            "gpu_memory_utilization": label_number(config.get("gpu_memory_utilization"), float),
+            "block_size": label_number(config.get("block_size"), int),
+            "kv_cache_memory_bytes": label_number(config.get("kv_cache_memory_bytes"), int),
+            "num_gpu_blocks_override": label_number(config.get("num_gpu_blocks_override"), int),
             "enable_prefix_caching": {"True": True, "False": False}.get(config.get("enable_prefix_caching")),
             "kv_cache_dtype": config.get("cache_dtype"),
             "max_model_len": self._max_model_len(),
@@ -504,22 +504,8 @@ class Watch:
         return {name: value for name, value in stated.items() if value is not None}
 
     def _series(self) -> Series | None:
-        columns = ("kv_usage", "running", "waiting", "preemptions")
-        rows = [(at, [getattr(row, name) for name in columns]) for at, row in list(self.poller.rows)]
-        rows = [(at, values) for at, values in rows if None not in values]
-        if not rows:
-            return None
-        rows = rows[:: -(-len(rows) // ROWS)]
-        values = zip(*([round(value, 4) for value in row] for _, row in rows), strict=True)
-        return Series([round(at, 2) for at, _ in rows], *map(list, values))
-
-
-def _number(text: object, kind):
-    """A label's number; None for ``None``, for no number and for one that JSON cannot hold."""
-    with contextlib.suppress(ValueError, TypeError):
-        value = kind(text)
-        return value if math.isfinite(value) else None
-    return None
+        rows = list(self.poller.rows)
+        return metrics.series(rows[:: -(-len(rows) // ROWS)]) if rows else None
 
 
 def _rate(change: tuple[float, float] | None) -> float | None:
