@@ -357,7 +357,7 @@ def process_named_vllm(tmp_path, *arguments: str, log: str = "", **variables):
         child.stderr.close()
 
 
-LOG = (DATA / "vllm_logs" / "composed-0.33.0-h200-eager.log").read_text()
+LOG = (DATA / "vllm_logs" / "h200-0.33.0-eager.log").read_text()
 
 
 @linux
@@ -438,13 +438,13 @@ def test_an_earlier_start_in_the_same_file_is_not_this_ones(tmp_path):
 
 @linux
 def test_a_log_whose_terms_do_not_add_up_costs_its_ledger_and_not_the_record(tmp_path):
-    broken = LOG.replace("18.45 GiB", "88.45 GiB").replace("max_seq_len=32768", "max_seq_len=many")
+    broken = LOG.replace("17.54 GiB", "87.54 GiB").replace("max_seq_len=32768", "max_seq_len=many")
     assert broken != LOG
     with process_named_vllm(tmp_path, "m", log=broken) as (_, url, _):
         _, _, found = watched(url, 1.0)
     assert found.outcome == "ok"
     assert found.ranks == []
-    assert any("88.45 GiB" in line for line in found.log), "the lines themselves are kept"
+    assert any("87.54 GiB" in line for line in found.log), "the lines themselves are kept"
 
 
 @linux
