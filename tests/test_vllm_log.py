@@ -552,8 +552,8 @@ def test_arguments_are_not_run(tmp_path):
 def test_the_stats_line_of_033_is_read_whole():
     line = (
         "(APIServer pid=11) INFO 12-01 10:01:10 [loggers.py:335] Engine 000: Avg prompt throughput: 6400.0 tokens/s, "
-        "Avg generation throughput: 12.8 tokens/s, Running: 7 reqs, Waiting: 1 reqs, Deferred: 1 reqs, Preemptions: 2, GPU "
-        "KV cache usage: 45.2%, Prefix cache hit rate: 0.5%, External prefix cache hit rate: 12.5%"
+        "Avg generation throughput: 12.8 tokens/s, Running: 7 reqs, Waiting: 1 reqs, Deferred: 1 reqs, Preemptions: 2, "
+        "GPU KV cache usage: 45.2%, Prefix cache hit rate: 0.5%, External prefix cache hit rate: 12.5%"
     )
     event = only(line, "stats")
     assert event.values == {
