@@ -31,13 +31,25 @@ sys.path.insert(0, str(ROOT / "labs"))
 # panel has no kernel behind it there: it leaves its place to run_browser.
 os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
-from memlab import comparisons, flags, plots, record, units  # noqa: E402
+from memlab import comparisons, flags, plots, record, traffic_plots, units  # noqa: E402
 from memlab.errors import RecordError  # noqa: E402
 
 RECORDS = ROOT / "labs" / "records"
 ALIASES = ROOT / "book" / "records.yml"
 PAGE = "book/reference/recorded-runs"
-FIGURES = {"timeline": plots.timeline, "ledger": plots.ledger, "moves": comparisons.moves}
+FIGURES = {
+    "timeline": plots.timeline,
+    "ledger": plots.ledger,
+    "moves": comparisons.moves,
+    "activation": traffic_plots.activation,
+    "allocator": traffic_plots.allocator,
+    "by-load": traffic_plots.by_load,
+    "pool": traffic_plots.pool,
+    "speeds": traffic_plots.speeds,
+    "throughput": traffic_plots.throughput,
+    "trace": traffic_plots.trace,
+    "waits": traffic_plots.waits,
+}
 VALUE = re.compile(r"(?P<id>\S+)\s+(?P<key>\S+)(?:\s+[-−]\s+(?P<id2>\S+)\s+(?P<key2>\S+))?")
 
 logger = logging.getLogger(__name__)

@@ -67,19 +67,24 @@ _DEFAULTS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What one run is asked for."""
+    """What one run is asked for. Several loads, one after the other, are a tuple; the controls leave them alone."""
 
     model: str
     flags: ServeFlags
-    traffic: Traffic | None = None
+    traffic: Traffic | tuple[Traffic, ...] | None = None
     card: str | None = None
+
+    @property
+    def series(self) -> bool:
+        """Whether several loads are sent."""
+        return isinstance(self.traffic, tuple)
 
     def value(self, name: str):
         """The value of a control; None leaves it to vLLM, sends no traffic, or plays no card."""
         if name in ("model", "card"):
             return getattr(self, name)
         if name in TRAFFIC:
-            return getattr(self.traffic, name) if self.traffic else None
+            return getattr(self.traffic, name) if self.traffic and not self.series else None
         return getattr(self.flags, name)
 
     def with_(self, **changes) -> "Settings":
@@ -91,6 +96,8 @@ class Settings:
         flags_ = {name: value for name, value in changes.items() if name in FLAGS}
         sent = {name: value for name, value in changes.items() if name in TRAFFIC}
         traffic = self.traffic
+        if sent and self.series:
+            raise FlagError(f"{', '.join(sent)}: this lab sends a series of loads, which its controls do not change")
         if sent:
             before = {name: self.value(name) for name in TRAFFIC}
             after = {**before, **sent}
@@ -103,7 +110,7 @@ class Settings:
 
 
 def _settings_of(run: RunRecord) -> Settings:
-    return Settings(run.model.name, run.served_flags, run.traffic, run.card)
+    return Settings(run.model.name, run.served_flags, tuple(run.sent) if run.loads else run.traffic, run.card)
 
 
 @dataclass(frozen=True)
@@ -157,7 +164,8 @@ class Panel:
     Args:
         lab: whose runs these are (``01-ledger``).
         here: where they run (``lab.here``).
-        model, base, traffic, card: the settings to begin with.
+        model, base, traffic, card: the settings to begin with. Of a series of loads, a server gets those whose
+            requests fit its ``max_model_len``.
         teaches: the controls that stand in front.
     """
 
@@ -165,7 +173,7 @@ class Panel:
     here: "lab.Here"
     model: str
     base: ServeFlags
-    traffic: Traffic | None = None
+    traffic: Traffic | list[Traffic] | None = None
     card: str | None = None
     teaches: tuple[str, ...] = ("gpu_memory_utilization", "max_num_seqs", "enforce_eager")
     runs: list[RunRecord] = field(default_factory=list, init=False)
@@ -186,7 +194,7 @@ class Panel:
         self.points = list(dict.fromkeys(_settings_of(each) for each in recorded))
         versions = {each.engine.vllm for each in recorded} or {lab.vllm_version()}
         self.vllm = max(versions, key=record.version_of)
-        self.settings = Settings(self.model, self.base, self.traffic, self.card)
+        self.settings = self._first()
         self.word = ""
         if self.here.replayed:
             self._snap(self.settings, ())
@@ -197,10 +205,19 @@ class Panel:
     def shape(self) -> shapes.ModelShape | None:
         return shapes.LAB_MODELS.get(self.settings.model)
 
+    def _first(self) -> Settings:
+        traffic = tuple(self.traffic) if isinstance(self.traffic, list) else self.traffic
+        return Settings(self.model, self.base, traffic, self.card)
+
     @property
     def asked(self) -> Settings:
-        """The settings that are started: without the arguments that a panel leaves out."""
-        return replace(self.settings, flags=launch.safe(self.settings.flags)[0])
+        """The settings that are started: without the arguments that a panel leaves out, and loads that do not fit."""
+        settings = replace(self.settings, flags=launch.safe(self.settings.flags)[0])
+        longest = self.resolved.max_model_len
+        if settings.series and longest and longest > 0:
+            fitting = tuple(load for load in settings.traffic if load.input_tokens + load.output_tokens <= longest)
+            settings = replace(settings, traffic=fitting)
+        return settings
 
     def set(self, **changes) -> str:
         """Change controls; returns what else moved, in replay, where only recorded runs can be shown."""
@@ -219,7 +236,7 @@ class Panel:
 
     def reset(self) -> None:
         """The settings to begin with."""
-        self._take(Settings(self.model, self.base, self.traffic, self.card), ())
+        self._take(self._first(), ())
 
     def paste(self, text: str) -> str:
         """Take model and flags from a launch of vLLM (``launch.read``); returns what there is to say of it.
@@ -267,12 +284,13 @@ class Panel:
             self.word = f"Only recorded runs can be replayed. The nearest has {changes}"
 
     def _recorded(self) -> list[RunRecord]:
-        """The lab's runs on this machine that a panel can ask for: one load, no instruments."""
+        """The lab's runs on this machine that a panel can ask for: without instruments, and of one load or several as
+        its own."""
         found = [
             each
             for each in record.read_all()
             if each.lab == self.lab and each.machine.name == self.here.machine.name
-            if not each.instruments and not each.loads
+            if not each.instruments and (each.sent is None or bool(each.loads) == isinstance(self.traffic, list))
         ]
         if not found:
             raise MemlabError(f"no run of {self.lab} is recorded on {self.here.machine.name}: run the lab live")
@@ -288,9 +306,9 @@ class Panel:
         """One control with what it offers now."""
         if self.here.replayed:
             values = sorted({point.value(name) for point in self.points}, key=_order)
+            if name in TRAFFIC and self._off(name):
+                return Control(name, (None,), False, self._off(name))
             if name in TRAFFIC and name != "requests":
-                if self.settings.traffic is None:
-                    return Control(name, (None,), False, self._off(name))
                 values = sorted({point.value(name) for point in self.points if point.traffic}, key=_order)
             off = "" if len(values) > 1 else "recorded with this value only"
             return Control(name, tuple(values), False, off)
@@ -334,6 +352,8 @@ class Panel:
 
     def _off(self, name: str) -> str:
         """Why a control does nothing on this machine, or an empty string."""
+        if self.settings.series and name in TRAFFIC:
+            return "this lab sends a series of loads"
         if self.settings.traffic is None and name in TRAFFIC and name != "requests":
             return "no requests are sent"
         if self.here.backend != "cpu":
@@ -361,6 +381,8 @@ class Panel:
         """What an unset control means, in words: vLLM's default on this machine where there is one."""
         if name == "card":
             return "the card itself"
+        if self.settings.series and name in TRAFFIC:
+            return "a series of loads"
         if name == "requests":
             return "none, start only"
         if name == "concurrency":
@@ -434,7 +456,10 @@ class Panel:
         if ranks:
             raise FlagError(ranks)
         longest = self.resolved.max_model_len
-        if traffic and longest and longest > 0 and traffic.input_tokens + traffic.output_tokens > longest:
+        if settings.series:
+            if not self.asked.traffic:
+                raise FlagError(f"no load of this lab fits max_model_len ({longest}): raise it")
+        elif traffic and longest and longest > 0 and traffic.input_tokens + traffic.output_tokens > longest:
             raise FlagError(
                 f"a request of {traffic.input_tokens} and {traffic.output_tokens} tokens is longer than max_model_len "
                 f"({longest}): vLLM would refuse it. Shorten it, or raise max_model_len"
@@ -473,6 +498,9 @@ class Panel:
         found = launch.safe(self.settings.flags)[1]
         if self.here.replayed or self.problem():
             return found
+        left_out = len(self.settings.traffic) - len(self.asked.traffic) if self.settings.series else 0
+        if left_out:
+            found.append(f"{left_out} of the loads do not fit max_model_len and are left out")
         if self.shape is None:
             found.append(f"{self.settings.model} is no lab model: vLLM loads real weights, and may download them")
         predicted, longest = self.prediction(), self.resolved.max_model_len
@@ -535,7 +563,7 @@ class Panel:
         found = lab.run(
             asked.model,
             asked.flags,
-            asked.traffic,
+            list(asked.traffic) if asked.series else asked.traffic,
             asked.card,
             self.here.mode,
             lab=self.lab,

@@ -287,7 +287,8 @@ def _phases(phases: list[Phase], line: Timeline) -> list[tuple[str, float, float
     return found
 
 
-def _memory_name(records) -> str:
+def memory_name(records) -> str:
+    """What the records' timelines measured: host or device memory."""
     measures = {rank.timeline.measure for record in records for rank in record.ranks if rank.timeline is not None}
     return "host memory" if measures == {"host"} else "device memory"
 
@@ -300,7 +301,7 @@ def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plo
     """
     records = (record, *more)
     lines = _lines(records)
-    memory = _memory_name(records)
+    memory = memory_name(records)
     budget = budget_line(record)
     rows = [
         (line.label or record.model.name, name, f"{start:.1f} s", show_gib(highest))
@@ -366,6 +367,12 @@ def subplots(ink: str, width: float, height: float):
     """A figure of that many inches and its axes, whose text and lines have the colour ``ink``."""
     figure = Figure(figsize=(width, height), layout="constrained")
     axes = figure.add_subplot()
+    dress(axes, ink)
+    return figure, axes
+
+
+def dress(axes, ink: str) -> None:
+    """Axes as every figure here has them: on the page's own ground, two spines, the colour ``ink``."""
     axes.set_facecolor("none")
     for side, spine in axes.spines.items():
         spine.set_visible(side in ("left", "bottom"))
@@ -373,7 +380,6 @@ def subplots(ink: str, width: float, height: float):
     axes.tick_params(colors=ink, labelcolor=ink)
     axes.xaxis.label.set_color(ink)
     axes.yaxis.label.set_color(ink)
-    return figure, axes
 
 
 def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
