@@ -432,7 +432,7 @@ def pool(record: RunRecord, replayed: bool = False) -> Plot:
         ("requests running, at most", f"{max(series.running):.0f}"),
         ("requests waiting, at most", f"{max(series.waiting):.0f}"),
         ("preemptions", str(preempted)),
-        (f"{memory}, least to most", f"{show_gib(low)} to {show_gib(high)}"),
+        (f"{memory}, least to most", _spread([low, high], show_gib)),
     )
     return Plot(
         title="The pool as it fills",
