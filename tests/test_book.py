@@ -39,6 +39,9 @@ TRIED_OUT = """
 ```{run-browser} 01-ledger enforce_eager max_num_seqs
 ```
 
+```{block-table}
+```
+
 $$budget = total \\times 0.92$$
 
 ```bash
