@@ -39,6 +39,13 @@ def main(argv: list[str] | None = None) -> int:
     watch.add_argument("--seconds", type=float, help="end after so long (default: Ctrl-C, or the server's end)")
     watch.add_argument("--json", action="store_true", help="a line of JSON each second, and the record at the end")
 
+    doctor = commands.add_parser("doctor", help="a log of vLLM: what ran out, when, and what to change")
+    doctor.add_argument("log", nargs="?", default="-", metavar="FILE", help="the log (default: -, the standard input)")
+    doctor.add_argument("--command", dest="served", help="the command line, for what the log does not state")
+    doctor.add_argument("--config", type=Path, help="the model's config.json, so that gains are computed")
+    doctor.add_argument("--card", help="the smaller card that the GPU plays: utilizations are then shares of it")
+    doctor.add_argument("--json", action="store_true")
+
     records = commands.add_parser("records", help="list, check, keep recorded runs")
     which = records.add_subparsers(dest="action", required=True, metavar="ACTION")
     listing = which.add_parser("list", help="the records of the project")
@@ -51,8 +58,8 @@ def main(argv: list[str] | None = None) -> int:
 
     arguments = parser.parse_args(argv)
     try:
-        commands_ = {"preflight": _preflight, "run": _run, "sweep": _sweep, "watch": _watch, "records": _records}
-        return commands_[arguments.command](arguments)
+        commands_ = {"preflight": _preflight, "run": _run, "sweep": _sweep, "watch": _watch, "doctor": _doctor}
+        return (commands_ | {"records": _records})[arguments.command](arguments)
     except MemlabError as error:
         print(f"memlab: {error}", file=sys.stderr)
         return 1
@@ -143,6 +150,24 @@ def _watch(arguments) -> int:
     from memlab import watch
 
     return watch.run(arguments.url, arguments.pid, arguments.log, arguments.seconds, arguments.json)
+
+
+def _doctor(arguments) -> int:
+    from memlab import doctor, vllm_log
+
+    try:
+        config = json.loads(arguments.config.read_text()) if arguments.config else None
+        place = sys.stdin.fileno() if arguments.log == "-" else arguments.log
+        with open(place, encoding="utf-8", errors="replace", newline="\n", closefd=arguments.log != "-") as file:
+            found = doctor.diagnose(vllm_log.parse_stream(file), arguments.served, config, arguments.card)
+    except OSError as error:
+        raise MemlabError(
+            f"{error.filename} cannot be read ({error.strerror}): give the file of vLLM's output"
+        ) from error
+    except ValueError as error:
+        raise MemlabError(f"{arguments.config} is no JSON ({error}): give the model's config.json") from error
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else doctor.report(found))
+    return 0
 
 
 def _short(path: Path) -> str:

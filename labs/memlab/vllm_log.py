@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache, lru_cache
 from os import PathLike
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 from memlab.ledger import MemoryLedger
 from memlab.units import to_gib
@@ -62,8 +62,9 @@ class Row:
     """How to know a message: it holds ``anchor`` and ``patterns[0]``; further patterns add values where they match.
 
     A message may break over lines: it goes on until ``patterns[0]`` matches and ``until`` is found, except where the
-    anchor is ``vague``. ``files`` are the vLLM files that print it, where the words alone are ambiguous; ``more`` lets
-    later rows read the same message too.
+    anchor is ``vague``; a vague one goes on where ``broken`` matches. ``files`` are the vLLM files that print it, where
+    the words alone are ambiguous; ``more`` lets later rows read the same message too; a ``fallback`` is vague and
+    gives way to a message that may go on.
     """
 
     kind: str
@@ -75,6 +76,8 @@ class Row:
     convert: Callable[[str], dict] | None = None
     more: bool = False
     vague: bool = False
+    broken: re.Pattern | None = None
+    fallback: bool = False
 
 
 # --- values -------------------------------------------------------------------------------------------------------
@@ -207,6 +210,24 @@ _OOM_PARTS = (
     _p(r"<<unallocated_gib>> is reserved by PyTorch but unallocated"),
     _p(r"; <<already_allocated_gib>> already allocated"),
     _p(r"; <<free_gib>> free;"),
+)
+# Functions of vLLM that tell the step of a failure; what is for the prompt alone has "prefill" or "chunk" in its name.
+_STEPS = (
+    "init_device", "init_worker_distributed_environment", "load_model", "create_weights", "load_weights",
+    "process_weights_after_loading", "determine_available_memory", "determine_num_available_blocks", "profile_run",
+    "_dummy_sampler_run", "_dummy_pooler_run", "profile_cudagraph_memory", "embed_multimodal",
+    "get_multimodal_embeddings", "profile_encoder_cache", "_check_enough_kv_cache_memory",
+    "check_enough_kv_cache_memory", "get_kv_cache_configs", "raise_if_cache_size_invalid", "initialize_cache",
+    "initialize_from_config", "initialize_kv_cache", "_allocate_kv_cache_tensors", "_allocate_kv_cache",
+    "_initialize_cache", "allocate_kv_cache", "compile_or_warm_up_model", "warm_up_model", "kernel_warmup",
+    "warmup_kernels", "capture_model", "capture_graphs", "execute_model", "sample_tokens", "sample",
+    "apply_top_k_top_p", "compute_logprobs", "gather_logprobs", "_get_prompt_logprobs_dict", "wake_up", "sleep",
+    "run_busy_loop", "run_engine_core",
+)  # fmt: skip
+_FUNCTIONS = rf"(?P<function>{'|'.join(_STEPS)}|\w{{0,40}}(?:prefill|chunk)\w{{0,60}})"
+_BEGUN = "|".join(sorted({name[:length] for name in _STEPS for length in range(len(name))}))
+_BROKEN_FRAME = re.compile(
+    rf'File "(?:[^"]{{0,400}}|[^"]{{0,400}}"(?:,(?: line(?: \d{{1,7}}(?:,(?: in(?: (?:{_BEGUN}))?)?)?)?)?)?)\s*$'
 )
 _BACKEND_FILES = ("cuda.py", "rocm.py", "xpu.py", "cpu.py", "selector.py", "interface.py")
 
@@ -424,6 +445,7 @@ ROWS: tuple[Row, ...] = (
     Row("wake", "to wake up tags", (_p(r"took <seconds_s> seconds"),)),
     # Memory ran out.
     Row("load_oom", "Failed to load model - not enough GPU memory", more=True),  # v1/worker/gpu_model_runner.py:5079
+    Row("load_oom", "Failed to create unquantized linear weights", more=True),  # 0.11: model_executor/layers/linear.py
     Row("sampler_oom", "occurred when warming up sampler", (
         _p(r"warming up sampler with <max_num_seqs> dummy"),
     )),  # v1/worker/gpu_model_runner.py:5930
@@ -434,6 +456,7 @@ ROWS: tuple[Row, ...] = (
     Row("cumem_error", "cumem_allocator.cpp", (_p(r"CUDA Error: (?P<reason>[\w ]{1,60}?) at "),), vague=True),
     Row("nccl_oom", "Cuda failure", (_p(r"Cuda failure(?: 2)?:? ?'?out of memory"),), vague=True),
     Row("nccl_error", "NCCL error in"),
+    Row("collective_timeout", "collective operation timeout"),  # torch's watchdog: another rank may have failed before
     Row("cuda_oom", "CUDA error: out of memory"),
     Row("cuda_oom", "CUDA driver error: out of memory"),
     Row("cuda_oom", "cudaErrorMemoryAllocation"),
@@ -531,20 +554,25 @@ ROWS: tuple[Row, ...] = (
     Row("killed", "was terminated", (_p(r"WorkerProc was terminated"),), vague=True),
     Row("killed", "Killed", (_p(r"^(?:\S{0,60}:? (?:line )?\d*:?\s*\d* )?Killed\b"),), vague=True),
     Row("leaked_semaphore", "leaked semaphore"),  # harmless
-    # Where a traceback was: functions that tell the phase of a failure.
+    # Where a traceback was: functions that tell the phase of a failure. The second form is a short one of loggers.
     Row("frame", 'File "', (
-        _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>[\w.]{1,80})", line \d+, in (?P<function>'
-           r"init_device|init_worker_distributed_environment|load_model|create_weights|load_weights|"
-           r"process_weights_after_loading|determine_available_memory|determine_num_available_blocks|profile_run|"
-           r"_dummy_sampler_run|_dummy_pooler_run|profile_cudagraph_memory|embed_multimodal|get_multimodal_embeddings|"
-           r"profile_encoder_cache|_check_enough_kv_cache_memory|check_enough_kv_cache_memory|get_kv_cache_configs|"
-           r"raise_if_cache_size_invalid|initialize_cache|initialize_from_config|initialize_kv_cache|"
-           r"_allocate_kv_cache_tensors|_allocate_kv_cache|_initialize_cache|allocate_kv_cache|"
-           r"compile_or_warm_up_model|warm_up_model|kernel_warmup|warmup_kernels|capture_model|capture_graphs|"
-           r"execute_model|sample_tokens|sample|apply_top_k_top_p|compute_logprobs|gather_logprobs|"
-           r"_get_prompt_logprobs_dict|wake_up|sleep|run_busy_loop|run_engine_core"
-           r")\s*$"),
+        _p(rf'File "(?:[^"]{{0,400}}[/\\])?(?P<file>[\w.]{{1,80}})", line \d+, in {_FUNCTIONS}\s*$'),
+    ), vague=True, broken=_BROKEN_FRAME),
+    Row("frame", ".py:", (
+        _p(rf"(?:^|[/\\\s])(?P<file>[\w.]{{1,80}}\.py):\d{{1,7}}, in {_FUNCTIONS}\s*$"),
     ), vague=True),
+    Row("frame", ".py", (
+        _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>(?:chunk|\w{0,40}prefill)\w{0,40}\.py)", line \d+, in '
+           r"(?P<function>\w{1,80})\s*$"),
+    ), vague=True),
+    Row("frame", "engine_core.run_busy_loop()", fixed={"file": "core.py", "function": "run_busy_loop"}),
+    # Any other end of a traceback: that it was not memory.
+    Row("cuda_oom", "OutOfMemoryError", (
+        _p(r"^[\w.]{0,80}OutOfMemoryError(?::|$)"),
+    ), until="Tried to allocate", fallback=True),
+    Row("exception", "Error", (
+        _p(r"^(?:[A-Za-z_]\w{0,60}\.){0,8}(?P<name>[A-Z]\w{0,60}Error)(?:: |:?$)"),
+    ), fallback=True),
 )  # fmt: skip
 
 
@@ -679,7 +707,7 @@ def interesting(line: str) -> bool:
         or "rror" in line
         or "llocat" in line
         or "space" in line
-        or "eights " in line
+        or "eights" in line
         or "must be" in line
         or "ption" in line
         or " mode" in line
@@ -712,6 +740,8 @@ def interesting(line: str) -> bool:
         or "was t" in line
         or "leaked" in line
         or 'File "' in line
+        or ".py" in line
+        or "engine_core.run" in line
     )
 
 
@@ -735,11 +765,12 @@ def _match(text: str, file: str) -> tuple[list[tuple[Row, dict]], bool]:
     found: list[tuple[Row, dict]] = []
     open_ended = False
     for row in ROWS:
-        if row.anchor not in text or (row.files and file not in row.files):
+        if row.anchor not in text or (row.files and file not in row.files) or (row.fallback and open_ended):
             continue
         values = _read(row, text)
         if values is None:
-            open_ended = open_ended or not row.vague
+            open_ended = open_ended or not (row.vague or row.fallback)
+            open_ended = open_ended or bool(row.broken and row.broken.search(text))
             continue
         found.append((row, values))
         if not row.more:
@@ -911,24 +942,29 @@ def parse_file(path: str | PathLike, block_chars: int = 1 << 20) -> Iterator[Eve
     Raises:
         OSError: where it cannot be read.
     """
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        yield from parse_stream(file, block_chars)
+
+
+def parse_stream(file: TextIO, block_chars: int = 1 << 20) -> Iterator[Event]:
+    """The events of an open text file, read in blocks to its end."""
     parser = LogParser()
     rest = before = ""
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
-        while block := file.read(block_chars):
-            lines = (rest + block).split("\n")
-            rest = lines.pop()[:_LINE_LIMIT]
-            quiet = 0
-            for line in lines:
-                if interesting(line) or parser.waiting:
-                    if quiet:
-                        parser.skip(quiet, before)
-                        quiet = 0
-                    yield from parser.feed(line)
-                else:
-                    quiet += 1
-                    before = line
-            if quiet:
-                parser.skip(quiet, before[:_LINE_LIMIT])
+    while block := file.read(block_chars):
+        lines = (rest + block).split("\n")
+        rest = lines.pop()[:_LINE_LIMIT]
+        quiet = 0
+        for line in lines:
+            if interesting(line) or parser.waiting:
+                if quiet:
+                    parser.skip(quiet, before)
+                    quiet = 0
+                yield from parser.feed(line)
+            else:
+                quiet += 1
+                before = line
+        if quiet:
+            parser.skip(quiet, before[:_LINE_LIMIT])
     if rest:
         yield from parser.feed(rest)
     yield from parser.close()

@@ -1,0 +1,360 @@
+"""What the doctor makes of vLLM's output: the phase, the numbers, the fixes, and what it refuses to guess."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from memlab import doctor, flags, vllm_log
+from memlab.doctor import diagnose
+from memlab.errors import FlagError, MemlabError
+
+ROOT = Path(__file__).resolve().parent.parent
+LOGS = ROOT / "tests" / "data" / "vllm_logs"
+PLAYED = "h200-0.33.0-rtx-3090-"
+OOM = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.25 GiB "
+    "of which 1.25 GiB is free. Including non-PyTorch memory, this process has 77.90 GiB memory in use. Of the "
+    "allocated memory 70.00 GiB is allocated by PyTorch, and 512.00 MiB is reserved by PyTorch but unallocated."
+)
+
+
+def frame(function: str, file: str = "vllm/v1/worker/gpu_model_runner.py") -> str:
+    return f'  File "/usr/lib/python3/dist-packages/{file}", line 1234, in {function}'
+
+
+def of(name: str, **known) -> doctor.Diagnosis:
+    return diagnose(vllm_log.parse_file(LOGS / name), **known)
+
+
+def fix(found: doctor.Diagnosis, flag: str) -> doctor.Fix:
+    (one,) = [fix for fix in found.failures[0].fixes if fix.flag == flag]
+    return one
+
+
+# --- phases ---
+
+
+@pytest.mark.parametrize(
+    ("functions", "phase"),
+    [
+        (("load_model", "create_weights"), "weights_load"),
+        (("determine_available_memory", "profile_run"), "memory_profile"),
+        (("determine_available_memory", "profile_run", "embed_multimodal"), "multimodal_profile"),
+        (("determine_available_memory", "profile_cudagraph_memory", "capture_model"), "memory_profile"),
+        (("initialize_from_config", "_allocate_kv_cache_tensors"), "kv_cache_alloc_oom"),
+        (("compile_or_warm_up_model", "kernel_warmup", "execute_model"), "kernel_warmup"),
+        (("compile_or_warm_up_model", "capture_model"), "cuda_graph_capture"),
+        (("compile_or_warm_up_model", "_dummy_sampler_run", "sample"), "sampler_warmup"),
+        (("run_busy_loop", "execute_model", "_get_prompt_logprobs_dict"), "runtime_logprobs"),
+        (("run_busy_loop", "execute_model", "chunk_gated_delta_rule"), "runtime_prefill_spike"),
+        (("run_busy_loop", "execute_model"), "runtime_oom"),
+        (("sample", "apply_top_k_top_p"), "sampler"),
+        (("run_busy_loop", "wake_up"), "sleep_wake_up"),
+    ],
+)
+def test_the_traceback_of_an_out_of_memory_tells_the_phase(functions, phase):
+    above = diagnose("\n".join([*map(frame, functions), OOM]))
+    below = diagnose("\n".join([OOM, *map(frame, functions)]))
+    assert above.phase == below.phase == phase
+    assert above.failures[0].missing_gib == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize(
+    ("line", "phase"),
+    [
+        ("INFO [gpu_model_runner.py:1] Starting to load model llama...", "weights_load"),
+        ("INFO [gpu_model_runner.py:1] Model loading took 60.1 GiB and 9.0 seconds", "memory_profile"),
+        ("Capturing CUDA graphs (PIECEWISE):  12%|█▏  | 6/51", "cuda_graph_capture"),
+        ("INFO:     Application startup complete.", "runtime_oom"),
+    ],
+)
+def test_without_a_traceback_the_step_under_way_tells_it_and_less_surely(line, phase):
+    found = diagnose(f"{line}\n{OOM}")
+    assert (found.phase, found.failures[0].confidence) == (phase, "medium")
+
+
+def test_an_out_of_memory_that_stands_alone_is_not_guessed_at():
+    found = diagnose(OOM)
+    assert (found.phase, found.enough) == ("undetermined", False)
+    assert any("traceback" in what for what in found.paste_also)
+
+
+def test_the_run_that_went_out_of_memory_in_the_warm_up_is_known_by_it():
+    found = of(PLAYED + "oom.log", card="3090")
+    assert found.phase == "kernel_warmup"
+    assert found.failures[0].missing_gib == pytest.approx((448 - 137.56) / 1024, abs=1e-3)
+
+
+def test_what_the_emulation_holds_of_the_real_card_is_no_other_process():
+    assert of(PLAYED + "oom.log").phase == "other_process_on_gpu", "the log alone cannot know"
+    assert of(PLAYED + "oom.log", card="3090").phase == "kernel_warmup"
+
+
+def test_another_process_is_one_that_holds_what_is_missing():
+    small = OOM.replace("Including", "Process 7 has 248.00 MiB memory in use. Including")
+    big = OOM.replace("this process has 77.90", "this process has 47.90")
+    traceback = frame("run_busy_loop") + "\n"
+    assert diagnose(traceback + small).phase == "runtime_oom", "a CUDA context is no neighbour"
+    found = diagnose(traceback + big)
+    assert found.phase == "other_process_on_gpu"
+    assert fix(found, "other processes (nvidia-smi)").gains_gib == pytest.approx(79.25 - 1.25 - 47.9)
+
+
+def test_a_failure_after_the_capture_is_not_of_the_capture():
+    log = "INFO [gpu_model_runner.py:1] Graph capturing finished in 22 secs, took 0.64 GiB\n"
+    found = diagnose(log + frame("_dummy_sampler_run") + "\n" + OOM)
+    assert found.phase == "sampler_warmup"
+
+
+def test_the_end_of_the_host_is_not_the_end_of_the_gpu():
+    found = diagnose("Worker proc VllmWorker-1 died unexpectedly, exit code: -9")
+    assert found.phase == "host_ram_oom"
+    assert "--gpu-memory-utilization" in dict(found.failures[0].will_not_help)
+
+
+def test_workers_that_are_killed_after_an_out_of_memory_are_not_the_cause():
+    found = diagnose("\n".join([frame("capture_model"), OOM, "ERROR Worker proc died unexpectedly, exit code: -9"]))
+    assert [one.phase for one in found.failures] == ["cuda_graph_capture"]
+
+
+def test_another_ranks_out_of_memory_explains_a_time_out():
+    log = f"""(Worker_TP1 pid=2) ERROR [core.py:1] {frame("capture_model")}
+(Worker_TP1 pid=2) ERROR [core.py:1] {OOM}
+[rank0]:[E1] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3)
+(Worker_TP0 pid=1) ERROR [core.py:1] RuntimeError: NCCL error in: NCCLUtils.cpp:77"""
+    found = diagnose(log)
+    assert [(one.phase, one.rank) for one in found.failures] == [("cuda_graph_capture", "TP1")]
+
+
+def test_a_traceback_that_ends_otherwise_is_no_failure_of_memory():
+    found = diagnose(f"{frame('load_model')}\nKeyError: 'model.layers.0.weight'")
+    assert found.phase == "undetermined"
+    assert "KeyError" in found.failures[0].cause
+
+
+def test_several_starts_in_one_paste_are_told_in_their_order():
+    starts = [
+        (LOGS / (PLAYED + name)).read_text() for name in ("no-free-memory.log", "pool-too-small.log", "served.log")
+    ]
+    found = diagnose("\n".join(starts))
+    assert [one.phase for one in found.failures] == ["free_memory_at_startup", "max_model_len_exceeds_kv"]
+    assert found.phase == "free_memory_at_startup"
+
+
+# --- what stands before and around a message ---
+
+WRAPS = {
+    "ray": lambda line: f"(RayWorkerWrapper pid=3151, ip=10.0.0.2) {line}",
+    "docker": lambda line: f"vllm-1  | {line}",
+    "kubernetes": lambda line: f"2026-08-14T14:07:22.123456789Z stdout F {line}",
+    "journald": lambda line: f"Aug 14 14:07:22 node7 vllm[991]: {line}",
+    "colour": lambda line: f"\x1b[1;36m(EngineCore pid=9)\x1b[0;0m {line}",
+    "worker": lambda line: f"(Worker_TP3 pid=448) ERROR 08-14 14:07:22 [multiproc_executor.py:880] {line}",
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+def test_what_stands_before_a_line_changes_nothing(wrap):
+    lines = [frame("determine_available_memory"), frame("profile_run"), OOM]
+    found = diagnose("\n".join(map(wrap, lines)))
+    assert (found.phase, found.failures[0].missing_gib) == ("memory_profile", pytest.approx(0.75))
+
+
+@pytest.mark.parametrize("width", [60, 80, 100])
+def test_a_traceback_wrapped_by_a_terminal_tells_the_same(width):
+    lines = [frame("compile_or_warm_up_model", "vllm/v1/worker/gpu_worker.py"), frame("capture_model"), OOM]
+    wrapped = [line[start : start + width] for line in lines for start in range(0, len(line), width)]
+    found = diagnose("\n".join(wrapped))
+    assert (found.phase, found.failures[0].missing_gib) == ("cuda_graph_capture", pytest.approx(0.75))
+
+
+# --- what is no failure ---
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "[Autotuner]: OOM detected, falling back to default tactic",
+        "UserWarning: resource_tracker: There appear to be 1 leaked semaphore objects to clean up at shutdown",
+        "INFO [kv_cache_utils.py:826] Overriding num_gpu_blocks=0 with num_gpu_blocks_override=16",
+    ],
+)
+def test_a_line_that_only_looks_like_a_failure_is_named_as_such(line):
+    found = diagnose(line)
+    assert (found.phase, found.failures) == ("not_a_failure", ())
+    assert found.harmless[0][0].line == 1
+
+
+def test_a_healthy_log_has_its_ledger_and_its_weak_spot():
+    found = of(PLAYED + "served.log", card="3090")
+    assert (found.phase, found.enough) == ("ok", True)
+    assert found.ledger.kv_cache_gib == 6.57
+    assert found.weak_spot.startswith("headroom")
+
+
+def test_a_full_pool_is_not_out_of_memory():
+    line = (
+        "INFO [loggers.py:282] Engine 000: Avg prompt throughput: 8.0 tokens/s, Avg generation throughput: 9.0 "
+        "tokens/s, Running: 8 reqs, Waiting: 4 reqs, Preemptions: 3, GPU KV cache usage: 99.9%"
+    )
+    found = diagnose(line)
+    assert found.phase == "preemption_not_oom"
+    assert diagnose(line.replace("Preemptions: 3, ", "")).phase == "ok"
+
+
+def test_a_text_that_is_not_vllms_is_not_judged():
+    found = diagnose("$ ls\nREADME.md\nall is well\n")
+    assert (found.phase, found.failures, found.enough) == ("undetermined", (), False)
+    assert found.paste_also
+
+
+# --- fixes ---
+
+
+def test_the_length_that_fits_is_the_one_that_vllm_estimates():
+    found = of(PLAYED + "pool-too-small.log")
+    change = fix(found, "--max-model-len")
+    assert (change.from_, change.to, change.gains_gib) == (16384, 10656, pytest.approx(0.7))
+
+
+def test_fixes_come_by_what_they_gain():
+    for log in LOGS.glob("*.log"):
+        for failure in of(log.name).failures:
+            gains = [one.gains_gib or 0.0 for one in failure.fixes]
+            assert gains == sorted(gains, reverse=True)
+
+
+def test_the_utilization_of_a_card_that_is_played_is_a_share_of_it():
+    change = fix(of(PLAYED + "no-free-memory.log", card="3090"), "--gpu-memory-utilization")
+    assert (change.from_, change.to) == (0.99, 0.97)
+    assert fix(of(PLAYED + "no-free-memory.log"), "--gpu-memory-utilization").from_ == pytest.approx(0.166983, abs=1e-4)
+    small = of(PLAYED + "pool-too-small.log", card="3090", total_gib=139.8)
+    assert fix(small, "--gpu-memory-utilization").from_ == pytest.approx(0.72)
+
+
+def test_a_lower_utilization_leaves_what_was_missing():
+    found = of(PLAYED + "oom.log", card="3090")
+    change = fix(found, "--gpu-memory-utilization")
+    assert change.gains_gib >= found.failures[0].missing_gib
+    assert change.gains_gib == pytest.approx((change.from_ - change.to) * 23.58, abs=1e-2)
+
+
+def test_the_budget_that_fits_what_is_free_is_below_it():
+    line = (
+        "ValueError: Free memory on device cuda:0 (31.44/47.38 GiB) on startup is less than desired GPU memory "
+        "utilization (0.95, 45.01 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes."
+    )
+    change = fix(diagnose(line), "--gpu-memory-utilization")
+    assert change.to * 47.38 <= 31.44 < (change.to + 0.011) * 47.38
+
+
+def test_vllms_own_hint_is_refused_where_it_cannot_work():
+    log = f"Failed to load model - not enough GPU memory. Try lowering --gpu-memory-utilization (original error: {OOM})"
+    found = diagnose(log)
+    assert found.phase == "weights_load"
+    assert not any(one.flag == "--gpu-memory-utilization" for one in found.failures[0].fixes)
+    assert any("gpu_memory_utilization" in flag for flag, _ in found.failures[0].will_not_help)
+
+
+def test_a_shorter_length_does_not_make_room_for_graphs():
+    found = diagnose(f"{frame('capture_model')}\n{OOM}")
+    assert "--max-model-len" in dict(found.failures[0].will_not_help)
+
+
+def test_no_fix_stands_beside_its_own_refusal():
+    for rule in doctor.RULES.values():
+        helps = {doctor.REMEDIES[name].flag for name, _ in rule.remedies}
+        assert not helps & {flag for flag, _ in rule.useless}, rule.phase
+
+
+def test_the_command_line_states_what_the_log_does_not():
+    command = "vllm serve some/model --max-num-seqs 512 --gpu-memory-utilization 0.9"
+    found = diagnose(f"{frame('_dummy_sampler_run')}\n{OOM}", command)
+    assert (fix(found, "--max-num-seqs").from_, fix(found, "--max-num-seqs").to) == (512, 256)
+    assert fix(found, "--gpu-memory-utilization").from_ == 0.9
+    with pytest.raises(FlagError):
+        diagnose(OOM, "vllm serve some/model --max-num-seqs many")
+
+
+def test_a_card_that_nobody_knows_is_refused():
+    with pytest.raises(MemlabError, match="cards match"):
+        diagnose(OOM, card="voodoo")
+
+
+# --- hostile text ---
+
+WORDS = st.sampled_from(
+    [row.anchor for row in vllm_log.ROWS]
+    + [
+        "GiB",
+        "1.5 GiB",
+        "-3.2",
+        "(",
+        ")",
+        "\n",
+        "\x1b[31m",
+        'File "x.py", line 1, in ',
+        "capture_model",
+        "0",
+        "=",
+        ": ",
+        " x ",
+    ]
+    + [OOM, "\r", "INFO 12-01 10:00:00 [core.py:99] ", "(Worker_TP0 pid=1) ", "{", "}", "nan", "9" * 40]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(st.one_of(WORDS, st.text(max_size=20)), max_size=40).map("".join))
+def test_no_text_breaks_it_or_reaches_the_terminal_raw(text):
+    found = diagnose(text)
+    json.dumps(found.to_dict())
+    shown = doctor.report(found)
+    assert all(character.isprintable() or character == "\n" for character in shown)
+    assert found.phase in {*doctor.RULES, "ok", "not_a_failure", "undetermined"}
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_lines_of_real_logs_in_any_order_break_nothing(data):
+    text = (LOGS / data.draw(st.sampled_from(sorted(path.name for path in LOGS.glob("*.log"))))).read_text().split("\n")
+    lines = data.draw(st.lists(st.sampled_from(text), max_size=60))
+    json.dumps(diagnose("\n".join(lines)).to_dict())
+
+
+def test_what_it_keeps_does_not_grow_with_the_log():
+    reader = doctor.Reader()
+    lines = [frame("execute_model"), OOM, "EngineCore encountered a fatal error", "vLLM API server version 0.33.0"]
+    for number in range(3000):
+        for event in vllm_log.parse([f"(Worker_TP{number} pid={number}) {line}" for line in lines]):
+            reader.add(event)
+    assert sum(len(run.events) for run in reader.runs) < 2500
+
+
+# --- the command ---
+
+
+def test_the_command_runs_on_a_bare_python_and_gives_what_it_promises():
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'labs')!r})\nfrom memlab.cli import main\nsys.exit(main())"
+    log = (LOGS / (PLAYED + "oom.log")).read_text()
+    arguments = [sys.executable, "-I", "-S", "-c", code, "doctor", "--json", "-"]
+    done = subprocess.run(arguments, input=log, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert {"phase", "failures", "ledger", "vllm_version", "engine", "enough", "paste_also"} <= set(found)
+    assert {"phase", "cause", "confidence", "missing_gib", "evidence", "fixes", "will_not_help"} <= set(
+        found["failures"][0]
+    )
+    assert set(found["failures"][0]["fixes"][0]) == {"flag", "from", "to", "gains_gib", "costs", "why"}
+    assert found == json.loads(json.dumps(of(PLAYED + "oom.log").to_dict()))
+
+
+def test_every_flag_of_a_remedy_that_the_labs_model_is_vllms():
+    known = {"--" + one.name.replace("_", "-") for one in flags.MODELLED}
+    named = {remedy.flag for remedy in doctor.REMEDIES.values()}
+    assert {"--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--kv-cache-dtype"} <= named & known
