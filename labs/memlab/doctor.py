@@ -16,7 +16,7 @@ from math import ceil, floor
 
 from memlab import cards, flags, shapes
 from memlab.errors import FlagError, ShapeError
-from memlab.ledger import MemoryLedger, predict
+from memlab.ledger import MemoryLedger, predict, weights_gib
 from memlab.units import GIB, show_gib
 from memlab.vllm_log import (
     ERRORS,
@@ -142,7 +142,7 @@ def _known(ledger: MemoryLedger | None) -> dict[str, float]:
 
 # ---- what is known at a failure ----
 
-_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.26 to 0.33; 0.9 before
+_DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.25 to 0.33
 _RESERVE_GIB = 0.25  # given on top of what was missing, so that the next allocation of its kind fits too
 _CONTEXTS_GIB = 1.5  # CUDA contexts of one's own processes and of the display take less
 _HIGHEST_UTILIZATION = 0.97  # above it the CUDA context alone fails vLLM's check of free memory on most cards
@@ -167,6 +167,7 @@ class Facts:
     real_total_gib: float | None = None
     missing: float | None = None
     seen: frozenset[str] = frozenset()
+    arguments_seen: bool = False
 
     def term(self, name: str) -> float | None:
         return None if self.ledger is None else self.ledger.term(name)
@@ -186,7 +187,10 @@ class Facts:
         share = self.values.get("gpu_memory_utilization") or self.given.get("gpu_memory_utilization")
         budget = self.term("budget") or self.values.get("budget_gib")
         if share is None:
-            return round(budget / self.total, 4) if budget and self.total else None
+            if budget and self.total:
+                return round(budget / self.total, 4)
+            default = _DEFAULT_UTILIZATION if self.version and self.version >= (0, 25) else None
+            return default if self.arguments_seen and not self.card else None
         if self.card is None:
             return share
         return round(share * self.logged_total / self.card.total_gib, 4) if self.logged_total else None
@@ -306,6 +310,8 @@ def _half(name: str, gained: Callable[[Facts], float | None]) -> Callable[[Facts
     """Half of a flag's value, and what that gains: by the planner, else by ``gained``."""
 
     def size(facts: Facts) -> Change | None:
+        if name == "max_num_batched_tokens" and facts.engine == "V0" and not facts.given.get("enable_chunked_prefill"):
+            return None  # V0 refuses fewer than max_model_len
         value = facts.values.get(name) or facts.given.get(name)
         if not isinstance(value, int) or value < 2:
             return None, "half", gained(facts)
@@ -339,8 +345,11 @@ def _quantize(facts: Facts) -> Change | None:
 
 
 def _offload(facts: Facts) -> Change | None:
-    to = ceil((facts.missing or 1.0) + 0.5)
-    return facts.given.get("cpu_offload_gb") or 0, to, float(to)
+    now = facts.given.get("cpu_offload_gb") or 0
+    if facts.shape is None or not facts.total:
+        return now, "what the weights exceed the card by", None
+    over = weights_gib(facts.shape, facts.ranks) - 0.95 * facts.total
+    return (now, ceil(over), float(ceil(over))) if over > 0 else None
 
 
 def _small_kv(facts: Facts) -> Change | None:
@@ -349,8 +358,18 @@ def _small_kv(facts: Facts) -> Change | None:
         return None
     if facts.card and facts.card.refuses(flags.ServeFlags(kv_cache_dtype="fp8")):
         return None
-    needed = facts.values.get("needed_gib")
+    needed, pool = facts.values.get("needed_gib"), facts.term("kv_cache")
+    if needed is None and pool and facts.missing and facts.values.get("kv_tokens"):
+        needed = pool + facts.missing
     return dtype, "fp8", needed / 2 if needed else None
+
+
+def _no_estimate(facts: Facts) -> Change | None:
+    """Eager enlarges the pool only where the estimate of the graphs was taken off it: the V1 engine since 0.21."""
+    subtracted = facts.ledger.graphs_subtracted if facts.ledger else None
+    if facts.engine == "V0" or subtracted is False or (facts.version and facts.version < (0, 21)):
+        return None
+    return _no_graphs(facts)
 
 
 def _no_graphs(facts: Facts) -> Change | None:
@@ -424,6 +443,7 @@ REMEDIES: dict[str, Remedy] = {
     "offload_weights": Remedy("--cpu-offload-gb", "each step reads them over PCIe", _offload),
     "fp8_kv": Remedy("--kv-cache-dtype", "some accuracy; needs compute capability 8.9", _small_kv),
     "eager": Remedy("--enforce-eager", "slower decoding", _no_graphs),
+    "no_estimate": Remedy("--enforce-eager", "slower decoding", _no_estimate),
     "fewer_graphs": Remedy("--max-cudagraph-capture-size", "slower decoding of larger batches", _fewer_graphs),
     "fixed_pool": Remedy("--kv-cache-memory-bytes", "a smaller KV cache; the budget no longer sizes it", _fixed_pool),
     "expandable": Remedy("PYTORCH_CUDA_ALLOC_CONF", "refused together with a KV connector", _gather),
@@ -467,7 +487,7 @@ class Rule:
     paste: tuple[str, ...] = ()
 
 
-_HINT = 'vLLM\'s hint "gpu_memory_utilization"'
+_HINT = "--gpu-memory-utilization"
 _REFILLS = "the KV pool takes what it frees, so the headroom stays the same"
 _NOT_YET = "it plans the KV pool, which is sized later"
 _HOST = "it plans memory of the GPU; this is the host's"
@@ -513,7 +533,7 @@ RULES: dict[str, Rule] = {
                 ("offload_weights", "a part of the weights stays in host memory"),
             ),
             (
-                (_HINT, f"weights take what they need: {_NOT_YET}"),
+                (_HINT, f"vLLM's own hint, and no help here: {_NOT_YET}, and weights take what they need"),
                 ("--max-model-len", f"{_NOT_YET}; weights do not depend on it"),
                 ("--max-num-seqs", "weights do not depend on it"),
                 ("--enforce-eager", "graphs are captured after the weights are loaded"),
@@ -553,7 +573,8 @@ RULES: dict[str, Rule] = {
         Rule(
             "profile_assert_free_grew",
             "Error in memory profiling. Initial free memory …, current free memory …",
-            "more memory was free after the profile than before: another process gave memory back meanwhile",
+            "more memory was free after the profile than before: another process gave memory back "
+            "meanwhile (with unified memory, the page cache is enough)",
             (
                 ("alone", "the profile compares free memory before and after"),
                 ("end_others", "end or wait for what else uses this GPU"),
@@ -573,7 +594,8 @@ RULES: dict[str, Rule] = {
                 ("chunked_prefill", "else a whole prompt is profiled in one step"),
                 ("fewer_seqs", "fewer rows in the profiled sampler, fewer buffers"),
                 ("mm_limit", "where the model takes images: a smaller profiled encoder"),
-                ("eager", "no CUDA graphs to reserve for"),
+                ("end_others", "early versions of V1 charge to the budget what others hold"),
+                ("no_estimate", "no CUDA graphs to reserve for"),
                 ("more_gpus", "each GPU holds a part of the weights"),
                 ("quantize", "smaller weights leave more of the budget"),
             ),
@@ -589,7 +611,7 @@ RULES: dict[str, Rule] = {
                 ("fp8_kv", "half the bytes a token"),
                 ("fewer_tokens", "a smaller profiled step leaves more for the pool"),
                 ("chunked_prefill", "else a prompt of max_model_len is profiled in one step, which shrinks the pool"),
-                ("eager", "no CUDA graphs to reserve for"),
+                ("no_estimate", "no CUDA graphs to reserve for"),
                 ("more_gpus", "each GPU holds a part of the weights and of each token"),
                 ("quantize", "smaller weights leave more for the pool"),
             ),
@@ -1016,6 +1038,11 @@ def _version(text: object) -> tuple[int, int] | None:
     return (int(match[1]), int(match[2])) if match else None
 
 
+_FILES_OF_V1 = {"gpu_model_runner.py", "gpu_worker.py", "core.py", "kv_cache_utils.py", "kv_cache_planning.py"}
+_KINDS_OF_V1 = {"kv_available", "kv_size", "memory_summary", "graphs_estimated", "engine_start_failed", "engine_fatal"}
+_KINDS_OF_V1 |= {"free_memory_low", "profile_grew", "mamba_blocks", "sampler_oom", "engine_dead", "graphs_profiled"}
+
+
 def engine_generation(events: Iterable[Event]) -> str | None:
     """V0 or V1: as the log says, or as only one of them prints; None where nothing tells."""
     events = list(events)
@@ -1026,11 +1053,16 @@ def engine_generation(events: Iterable[Event]) -> str | None:
     if version and version >= (0, 11):
         return "V1"
     kinds = {event.kind for event in events}
+    for event in events:  # both generations have this message, with other numbers
+        if event.kind == "kv_too_small" and event.values:
+            return "V1" if "needed_gib" in event.values else "V0"
+    if any(event.kind == "frame" and event.values["file"] in _FILES_OF_V1 for event in events):
+        return "V1"
     if kinds & {"memory_profile", "memory_terms", "kv_blocks", "preempted", "kv_swap_exhausted", "swap_too_large"}:
         return "V0"
     if any(event.kind == "worker_failed" and "determine_num_available" in event.text for event in events):
         return "V0"
-    if kinds & {"kv_available", "kv_size", "memory_summary", "graphs_estimated", "engine_start_failed", "engine_fatal"}:
+    if kinds & _KINDS_OF_V1:
         return "V1"
     return "V0" if version and version < (0, 8) else None
 
@@ -1047,6 +1079,8 @@ def _facts(run: _Run, before: int, decisive: Event, context: _Context, parts: It
     for event in run.events:
         if event.kind == "chunked_prefill":
             given.setdefault("max_num_batched_tokens", event.values.get("max_num_batched_tokens"))
+    if any("PP" in (event.rank or "") for event in run.events):
+        given.setdefault("pipeline_parallel_size", 2)
     given |= context.given
     facts = Facts(
         ledger=stated_ledger(events, rank),
@@ -1060,6 +1094,7 @@ def _facts(run: _Run, before: int, decisive: Event, context: _Context, parts: It
         card=context.card,
         real_total_gib=context.total_gib,
         seen=frozenset(event.kind for event in events),
+        arguments_seen=any(event.kind == "arguments" for event in run.events),
     )
     return replace(facts, missing=_missing(facts))
 
@@ -1153,6 +1188,23 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
         notes.append(
             f"PyTorch holds {show_gib(loose)} that it does not use, in pieces too small: fragmentation beside too "
             "little headroom."
+        )
+    ours, allocated = values.get("process_gib"), values.get("allocated_gib")
+    if ours is not None and allocated is not None and ours - allocated - (loose or 0.0) > 2.0:
+        notes.append(
+            f"{show_gib(ours - allocated - (loose or 0.0))} of this process are outside PyTorch: CUDA context, NCCL, "
+            "graphs and kernels, most of it outside the budget."
+        )
+    if phase == "weights_load":
+        notes.append(
+            "Loading stopped at the first allocation that failed, so more than this is missing"
+            + (f": {show_gib(allocated)} were loaded by then. " if allocated else ". ")
+            + "A checkpoint called 4-bit keeps some layers in 16 bits."
+        )
+    if phase == "kv_cache_none" and facts.engine != "V0" and (facts.version or (0, 8)) <= (0, 8):
+        notes.append(
+            "In early versions of V1 what other servers hold on this GPU counts too: the utilization must then be "
+            "above what all of them hold together."
         )
     others = facts.others
     if others is not None and others > _CONTEXTS_GIB and phase != "other_process_on_gpu":
@@ -1575,6 +1627,9 @@ def _without_failure(run: _Run, ledger, kv: StatedKV, harmless, common: dict, co
         return Diagnosis("ok", enough=started, paste_also=more, weak_spot=spot, **common)
     if harmless:
         return Diagnosis("not_a_failure", **common)
+    if kinds and run.events[-1].kind == "model_loaded":
+        more = ("what comes after “Model loading took”: the profile of a step, then the KV cache; the error is there",)
+        return Diagnosis("undetermined", enough=False, paste_also=more, **common)
     more = (_START, _TRACEBACK) if kinds else ("vLLM's own output: lines with INFO, WARNING or ERROR", _START)
     return Diagnosis("undetermined", enough=False, paste_also=more, **common)
 
@@ -1602,7 +1657,7 @@ def weak_spot(events: list[Event], ledger: MemoryLedger | None, kv: StatedKV, ru
     if terms.get("activation", 0.0) > terms.get("kv_cache", 0.0) > 0:
         return (
             f"the activation ({show_gib(terms['activation'])}) takes more than the KV cache; "
-            "a lower --max-num-batched-tokens gives it back"
+            "a lower --max-num-batched-tokens gives it back, or --limit-mm-per-prompt where the model takes images"
         )
     return "none stands out" if terms else None
 

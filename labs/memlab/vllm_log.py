@@ -558,10 +558,10 @@ ROWS: tuple[Row, ...] = (
     Row("frame", 'File "', (
         _p(rf'File "(?:[^"]{{0,400}}[/\\])?(?P<file>[\w.]{{1,80}})", line \d+, in {_FUNCTIONS}\s*$'),
     ), vague=True, broken=_BROKEN_FRAME),
-    Row("frame", ".py:", (
+    Row("frame", ", in ", (
         _p(rf"(?:^|[/\\\s])(?P<file>[\w.]{{1,80}}\.py):\d{{1,7}}, in {_FUNCTIONS}\s*$"),
     ), vague=True),
-    Row("frame", ".py", (
+    Row("frame", 'File "', (
         _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>(?:chunk|\w{0,40}prefill)\w{0,40}\.py)", line \d+, in '
            r"(?P<function>\w{1,80})\s*$"),
     ), vague=True),
@@ -740,8 +740,8 @@ def interesting(line: str) -> bool:
         or "was t" in line
         or "leaked" in line
         or 'File "' in line
-        or ".py" in line
-        or "engine_core.run" in line
+        or ", in " in line
+        or "run_busy" in line
     )
 
 
@@ -760,6 +760,7 @@ def _read(row: Row, text: str) -> dict[str, object] | None:
     return values
 
 
+@lru_cache(maxsize=512)  # every rank prints the same traceback, and so does every start of a crash loop
 def _match(text: str, file: str) -> tuple[list[tuple[Row, dict]], bool]:
     """The rows that a text fits, with their values, and whether it may go on in the next line."""
     found: list[tuple[Row, dict]] = []
