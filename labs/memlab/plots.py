@@ -568,7 +568,7 @@ def _draw_ledger(bars, ink: str) -> Figure:
             place = max(left + size / 2, place + 0.055 * limit)
             axes.text(place, row - 0.31, f"{size:.2f}", ha="center", va="bottom", fontsize=9, color=ink)
             left += size
-        _draw_headroom(axes, row, left, bar.view.headroom_gib, limit, ink)
+        _draw_headroom(axes, row, left, bar, limit, ink)
         if bar.budget_end is not None:
             axes.plot([bar.budget_end] * 2, [row - 0.28, row + 0.4], color=ink, linewidth=2.2)
     axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
@@ -582,14 +582,16 @@ def _draw_ledger(bars, ink: str) -> Figure:
     return figure
 
 
-def _draw_headroom(axes, row: int, left: float, headroom, limit: float, ink: str) -> None:
+def _draw_headroom(axes, row: int, left: float, bar: _Bar, limit: float, ink: str) -> None:
     """An outline of what stayed free; where it is longer than the picture, it runs off the edge."""
+    headroom = bar.view.headroom_gib
     if headroom is None:
         return
     fits = left + headroom <= limit
     axes.barh(row, headroom, 0.56, left, fill=False, edgecolor=ink, linestyle=":", linewidth=1.2, clip_on=True)
     text = f"headroom\n{show_gib(headroom)}" + ("" if fits else " →")
-    axes.text(left + 0.01 * limit, row, text, ha="left", va="center", fontsize=8.5, color=ink)
+    clear = max(left, bar.budget_end or 0.0)  # of the heavy line, which a peak below the budget leaves in the outline
+    axes.text(clear + 0.01 * limit, row, text, ha="left", va="center", fontsize=8.5, color=ink)
 
 
 def ledger_table(*records: RunRecord) -> Table:
