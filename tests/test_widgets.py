@@ -569,6 +569,7 @@ def test_while_a_run_goes_on_it_is_drawn_and_no_second_can_begin(monkeypatch):
     assert not view.stop.disabled
     assert view.inputs["max_num_seqs"].disabled
     assert "3.10 GiB at most" in view.heard.value
+    assert "memlab-live" in view.heard._dom_classes, "a screen reader reads it out"
     with pytest.raises(MemlabError, match="a run goes on"):
         made.start()
     release.set()

@@ -30,13 +30,18 @@ SAY_EVERY_S = 10.0
 
 _STYLE = """<style>
 .memlab-panel {max-width: 60em}
-.memlab-panel .widget-html-content, .memlab-panel .jupyter-widgets {color: var(--jp-ui-font-color1, inherit)}
+.memlab-panel .widget-html-content, .memlab-panel .jupyter-widgets:not(.mod-primary) {
+  color: var(--jp-ui-font-color1, inherit)}
+.memlab-panel.memlab-panel :focus-visible {outline: 2px solid var(--jp-ui-font-color1, currentColor) !important;
+  outline-offset: 1px}
+.memlab-panel.memlab-panel select {appearance: auto; background-image: none} /* ipywidgets' arrow is black on dark */
 .memlab-panel .widget-html, .memlab-panel .widget-html-content {height: auto; line-height: 1.4; white-space: normal}
 .memlab-panel figure {margin: 0} .memlab-panel figcaption {font-size: .9em}
 .memlab-panel table {border-collapse: collapse; font-size: .92em}
 .memlab-panel th, .memlab-panel td {padding: .15em .6em; text-align: right;
   border-bottom: 1px solid var(--jp-border-color2, #8886)}
 .memlab-panel th:first-child, .memlab-panel td:first-child {text-align: left}
+.memlab-panel .memlab-fold {text-align: left; font-weight: 600}
 .memlab-panel .scroll {overflow-x: auto}
 .memlab-note {font-size: .9em; margin: .3em 0 0 .4em}
 .memlab-say {border-left: 4px solid currentColor; padding: .3em .7em; margin: .2em 0;
@@ -48,6 +53,18 @@ _STYLE = """<style>
 .memlab-heard {position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%)}
 .memlab-quiz .widget-radio-box label {height: auto; white-space: normal; line-height: 1.4}
 </style>"""
+# JupyterLab and Notebook take arrows and letters as commands to the notebook (the next cell, delete the cell) unless
+# the element that has the focus says otherwise. And a screen reader reads out what changes in a place that was live
+# before: ipywidgets sets neither attribute.
+_KEYBOARD = """
+if (!window.memlabKeyboard) {
+  window.memlabKeyboard = true;
+  document.addEventListener("focusin", ({target}) => {
+    if (target.matches(".memlab-panel :is(select, [type=radio])")) target.dataset.lmSuppressShortcuts = "true";
+    document.querySelectorAll(".memlab-live").forEach((place) => place.setAttribute("role", "status"));
+  });
+}
+"""
 
 
 def _wide() -> w.Layout:
@@ -55,15 +72,40 @@ def _wide() -> w.Layout:
 
 
 def _styled(parts: list) -> w.VBox:
-    """Parts under each other, with the style of a panel."""
-    box = w.VBox([w.HTML(_STYLE, layout=w.Layout(display="none")), *parts], layout=_wide())
+    """Parts under each other, with the style of a panel and a script that leaves the keyboard to its controls."""
+    script = {"output_type": "display_data", "data": {"application/javascript": _KEYBOARD}, "metadata": {}}
+    hidden = w.Layout(display="none")
+    box = w.VBox([w.HTML(_STYLE, layout=hidden), w.Output(outputs=(script,), layout=hidden), *parts], layout=_wide())
     box.add_class("memlab-panel")
     return box
 
 
-def _say(text: str, head: str = "", role: str = "status") -> str:
+def _fold(title: str, parts: list) -> w.VBox:
+    """Parts behind a button that opens and closes them; the keyboard does not reach the titles of an Accordion."""
+    button = w.ToggleButton(description=title, layout=w.Layout(width="100%"))
+    inside = w.VBox(parts, layout=_wide())
+
+    def show(_=None) -> None:
+        button.icon, button.tooltip = ("caret-down", "Open") if button.value else ("caret-right", "Closed")
+        inside.layout.display = "" if button.value else "none"
+
+    button.observe(show, "value")
+    button.add_class("memlab-fold")
+    show()
+    return w.VBox([button, inside], layout=_wide())
+
+
+def _say(text: str, head: str = "", role: str = "") -> str:
     head = f"<b>{html.escape(head)}</b> " if head else ""
-    return f'<div class="memlab-say" role="{role}">{head}{html.escape(text)}</div>' if text else ""
+    role = f' role="{role}"' if role else ""
+    return f'<div class="memlab-say"{role}>{head}{html.escape(text)}</div>' if text else ""
+
+
+def _announced(**layout: str) -> w.HTML:
+    """A place whose changes are read out."""
+    made = w.HTML(layout=w.Layout(**{"width": "100%", **layout}))
+    made.add_class("memlab-live")
+    return made
 
 
 def _guarded(method):
@@ -152,7 +194,7 @@ class _View:
         self._shown: tuple | None = None
         self.notes = {name: w.HTML(layout=w.Layout(flex="1 1 16em", width="auto")) for name in panel.NAMES}
         self.inputs = {control.name: self._input(control) for control in owner.controls()}
-        self.message = w.HTML(layout=_wide())
+        self.message = _announced()
         self.command = w.HTML(layout=_wide())
         self.predicted = w.HTML(layout=_wide())
         self.errors = w.Output(layout=_wide())
@@ -171,17 +213,17 @@ class _View:
         self.pasted = w.Textarea(
             placeholder="vllm serve ..., docker run ..., or a compose file, systemd unit or Kubernetes container",
             description="",
+            continuous_update=False,
             layout=w.Layout(width="auto", height="8em"),
         )
         self.pasted.tooltip = "A launch of vLLM; nothing of it is run"
         self.take = w.Button(description="Set the controls from it", icon="paste", layout=w.Layout(width="auto"))
-        self.heard = w.HTML(layout=w.Layout(width="auto", margin="0"))
-        self.ticker = w.HTML(layout=_wide())
+        self.heard = _announced(width="auto", margin="0")
+        self.ticker = _announced()
         self.live = w.HTML(layout=_wide())
-        self.figure_of = w.ToggleButtons(
-            options=["Memory over time", "Ledger"], tooltips=["GiB, phase by phase", "GiB, term by term"]
+        self.figure_of = w.RadioButtons(
+            options=["Memory over time", "Ledger"], orientation="horizontal", tooltip="What the figure shows"
         )
-        self.figure_of.style.button_width = "auto"
         self.figure = w.HTML(layout=_wide())
         self.table = w.HTML(layout=_wide())
         self.removes = w.HBox(layout=w.Layout(flex_flow="row wrap", width="100%"))
@@ -198,13 +240,10 @@ class _View:
         taught = [self._row(name) for name in self.panel.teaches]
         flags = [self._row(name) for name in ("model", "card", *panel.FLAGS) if name not in self.panel.teaches]
         sent = [self._row(name) for name in panel.TRAFFIC if name not in self.panel.teaches]
-        folded = [w.VBox(flags, layout=_wide()), w.VBox(sent, layout=_wide())]
-        titles = ["All flags", "Traffic"]
-        folded.append(w.VBox([self.pasted, self.take], layout=_wide()))
-        titles.append("Paste a launch of vLLM")
-        fold = w.Accordion(folded, titles=titles, selected_index=None, layout=w.Layout(width="auto"))
+        pasted = [self.pasted, self.take]
+        folds = [_fold("All flags", flags), _fold("Traffic", sent), _fold("Paste a launch of vLLM", pasted)]
         buttons = w.HBox([self.run, self.stop, self.reset], layout=w.Layout(flex_flow="row wrap"))
-        parts = [*taught, fold, self.command, self.predicted, self.message, buttons]
+        parts = [*taught, *folds, self.command, self.predicted, self.message, buttons]
         return _styled([*parts, self.errors, self.heard, self.ticker, self.live, self.compared])
 
     def _row(self, name: str) -> w.HBox:
@@ -366,7 +405,7 @@ class _View:
         self.ticker.value = f'<div class="memlab-say" aria-hidden="true"><b>Running.</b> {html.escape(text)}</div>'
         if phase != self._phase or now - self._said > SAY_EVERY_S:
             self._phase, self._said = phase, now
-            self.heard.value = f'<div class="memlab-heard" role="status" aria-live="polite">{html.escape(text)}</div>'
+            self.heard.value = f'<div class="memlab-heard">{html.escape(text)}</div>'
 
     def _done(self) -> None:
         if self.panel.error is not None:
@@ -472,13 +511,14 @@ class Guess:
             self._fields[term] = w.Text(
                 description=plots.words(term),
                 placeholder="GiB",
+                continuous_update=False,  # else a click on Commit overtakes what was typed before it
                 tooltip=question,
                 style={"description_width": "7em"},
                 layout=w.Layout(width="15em", max_width="100%"),
             )
         self._commit = w.Button(description="Commit", icon="lock")
         self._commit.on_click(self._committed)
-        self._reply = w.HTML(layout=_wide())
+        self._reply = _announced()
 
     @property
     def values(self) -> dict[str, float | None]:
@@ -497,7 +537,7 @@ class Guess:
             return
         for each in self._fields.values():
             each.disabled = True
-        self._commit.disabled = True
+        self._commit.description = "Committed"  # not disabled: the keyboard would lose its place in the notebook
         said = ", ".join(f"{plots.words(term)} {show_gib(value)}" for term, value in given.items() if value is not None)
         self._reply.value = _say(said or "no guess was given", "Committed:")
 
@@ -582,7 +622,7 @@ class Quiz:
             tooltip=question,
         )
         self.check = w.Button(description="Check", icon="check")
-        self.reply = w.HTML(layout=_wide())
+        self.reply = _announced()
         self.check.on_click(self._check)
 
     def _check(self, _) -> None:
