@@ -84,6 +84,16 @@ def test_an_out_of_memory_that_stands_alone_is_not_guessed_at():
     assert any("traceback" in what for what in found.paste_also)
 
 
+def test_pytorch_alone_filling_the_card_is_the_weights_since_nothing_else_has_no_budget():
+    full = OOM.replace("70.00 GiB is allocated", "78.00 GiB is allocated")
+    found = diagnose(full)
+    assert (found.phase, found.failures[0].confidence, found.enough) == ("weights_load", "low", False)
+
+
+def test_a_frame_of_another_program_is_no_step_of_vllm():
+    assert diagnose(f"{frame('load_model', 'webui/launch.py')}\n{OOM}").phase == "undetermined"
+
+
 def test_the_run_that_went_out_of_memory_in_the_warm_up_is_known_by_it():
     found = of(PLAYED + "oom.log", card="3090")
     assert found.phase == "kernel_warmup"
@@ -325,6 +335,14 @@ def test_lines_of_real_logs_in_any_order_break_nothing(data):
     text = (LOGS / data.draw(st.sampled_from(sorted(path.name for path in LOGS.glob("*.log"))))).read_text().split("\n")
     lines = data.draw(st.lists(st.sampled_from(text), max_size=60))
     json.dumps(diagnose("\n".join(lines)).to_dict())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["INFO [worker.py:1] # GPU blocks: 2.2982, # CPU blocks: 6241"],
+)
+def test_what_a_fuzzer_found_is_read(line):
+    json.dumps(diagnose(line).to_dict(), allow_nan=False)
 
 
 def test_what_it_keeps_does_not_grow_with_the_log():

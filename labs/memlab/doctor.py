@@ -850,6 +850,7 @@ _ON_HOST = {"host_oom", "shm_full"}
 _SAYS_ITS_PLACE = {"load_oom": "weights_load", "sampler_oom": "sampler_warmup", "pooler_oom": "sampler_warmup"}
 _SAYS_ITS_PLACE |= {"nccl_oom": "nccl_init_oom"}
 
+_PROFILE = "profile_run determine_available_memory determine_num_available_blocks profile_num_available_blocks"
 # Functions of a traceback, the most telling first: a step of the start holds calls that serving has too.
 _PLACES: tuple[tuple[str, frozenset[str]], ...] = tuple(
     (phase, frozenset(functions.split()))
@@ -859,18 +860,23 @@ _PLACES: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("memory_profile", "profile_cudagraph_memory"),
         ("cuda_graph_capture", "capture_model capture_graphs"),
         ("kernel_warmup", "kernel_warmup warmup_kernels"),
-        ("weights_load", "load_model create_weights load_weights process_weights_after_loading"),
+        (
+            "weights_load",
+            "load_model create_weights load_weights process_weights_after_loading get_model initialize_model",
+        ),
         ("multimodal_profile", "profile_encoder_cache"),
-        ("memory_profile", "profile_run determine_available_memory determine_num_available_blocks"),
-        ("kv_cache_alloc_oom", "_allocate_kv_cache_tensors _allocate_kv_cache allocate_kv_cache initialize_kv_cache"),
+        ("memory_profile", _PROFILE),
+        ("kv_cache_alloc_oom", "init_cache_engine allocate_gpu_cache initialize_kv_cache"),
+        ("kv_cache_alloc_oom", "_allocate_kv_cache_tensors _allocate_kv_cache allocate_kv_cache"),
         ("cuda_graph_capture", "warm_up_model"),
         ("nccl_init_oom", "init_worker_distributed_environment"),
         ("runtime_logprobs", "_get_prompt_logprobs_dict compute_logprobs gather_logprobs"),
     )
 )
-_ENCODER = {"embed_multimodal", "get_multimodal_embeddings"}
-_SAMPLER = {"sample", "sample_tokens", "apply_top_k_top_p"}
-_SERVES = {"run_busy_loop", "execute_model"}
+_ENCODER = {"embed_multimodal", "get_multimodal_embeddings", "_execute_mm_encoder", "_process_image_input"}
+_ENCODER |= {"_process_video_input"}
+_SAMPLER = {"sampler.py", "sample", "sample_tokens", "apply_top_k_top_p"}
+_SERVES = {"run_busy_loop", "run_engine_loop", "engine_step", "step_async", "_run_engine"}
 _CHECKS_POOL = {"raise_if_cache_size_invalid", "_check_enough_kv_cache_memory", "check_enough_kv_cache_memory"}
 _PROMPT = re.compile("prefill|chunk")
 # Where only the order of lines tells: what runs next after the last step that was seen to begin.
@@ -906,7 +912,7 @@ _BEGIN_A_RUN = frozenset(("version", "arguments", "engine_config"))
 _SAYS_POOL = frozenset(
     ("kv_available", "kv_given", "kv_auto", "memory_terms", "memory_profile", "kv_size", "kv_blocks")
 )
-_FAILS = ERRORS | {"frame", "exception", "collective_timeout"}
+_FAILS = ERRORS | {"frame", "exception", "collective_timeout", "forward_failed"}
 
 
 @dataclass
@@ -1267,13 +1273,20 @@ def _undetermined(cause: str, decisive: Event, ledger=None, paste=(_TRACEBACK,),
     )
 
 
+def _of_vllm(event: Event) -> bool:
+    """Whether a frame is of vLLM's own code; one that shows no folder is taken to be."""
+    path = event.text.replace(" ", "").lower()
+    return "vllm" in path or not any(slash in path for slash in "/\\")
+
+
 def _functions(events: Iterable[Event]) -> dict[str, Event]:
     """The functions that tracebacks and executors name, each with its line."""
     found: dict[str, Event] = {}
     for event in events:
-        if event.kind == "frame":
-            if _PROMPT.search(event.values["file"]):
-                found.setdefault("prefill:" + event.values["file"], event)
+        if event.kind == "frame" and _of_vllm(event):
+            for what in ("prefill", "chunk", "sampler"):
+                if what in event.values["file"]:
+                    found.setdefault(what + ".py", event)
             found.setdefault(event.values["function"], event)
         elif event.kind == "worker_failed" and "method" in event.values:
             found.setdefault(event.values["method"], event)
@@ -1290,13 +1303,14 @@ def _place(functions: Mapping[str, Event], seen: frozenset[str] | set[str]) -> t
             phase = "multimodal_profile"
         return phase, named[-1]
     if _SAMPLER & set(functions):
-        phase = "runtime_oom" if "run_busy_loop" in functions else "sampler"
+        phase = "runtime_oom" if _SERVES & set(functions) else "sampler"
         return phase, next(functions[name] for name in functions if name in _SAMPLER)
     prompt = [functions[name] for name in functions if _PROMPT.search(name)]
     if prompt:
         return "runtime_prefill_spike", prompt[0]
-    if "run_busy_loop" in functions:
-        return "runtime_oom", functions["run_busy_loop"]
+    serves = [functions[name] for name in functions if name in _SERVES]
+    if serves:
+        return "runtime_oom", serves[0]
     return None
 
 
@@ -1331,6 +1345,10 @@ def _device(run: _Run, episode: _Episode, context: _Context) -> Failure:
         phase, confidence = "nccl_init_oom", "high"
     else:
         phase, confidence = _by_order(run, episode, facts), "medium"
+        if phase == "runtime_oom" and _in_a_prompt(episode, facts):
+            phase = "runtime_prefill_spike"
+    if phase is None and _more_than_any_budget(facts):
+        phase, confidence = "weights_load", "low"
     if phase is None:
         return _undetermined(
             "memory of the GPU ran out, and nothing shows in which step" + _numbers(facts),
@@ -1339,6 +1357,17 @@ def _device(run: _Run, episode: _Episode, context: _Context) -> Failure:
             (_TRACEBACK, _START),
         )
     return _failure(phase, confidence, facts, decisive, support)
+
+
+def _in_a_prompt(episode: _Episode, facts: Facts) -> bool:
+    """Whether V0's forward pass failed at a tensor so large that it is of many tokens: decoding has one a sequence."""
+    return "forward_failed" in {event.kind for event in episode.events} and facts.values.get("tried_gib", 0.0) > 0.1
+
+
+def _more_than_any_budget(facts: Facts) -> bool:
+    """Whether PyTorch alone holds so much of the card that only what no budget limits can be it: the weights."""
+    allocated, total = facts.values.get("allocated_gib"), facts.values.get("total_gib")
+    return bool(allocated and total and facts.card is None and allocated > _HIGHEST_UTILIZATION * total)
 
 
 def _neighbours(others: float) -> str:
@@ -1450,8 +1479,6 @@ def _without_a_message(run: _Run, episode: _Episode, context: _Context) -> Itera
         yield replace(failure, paste=("the last line of this traceback: the error itself is cut off", *failure.paste))
     elif errors or functions:
         what = errors[0] if errors else next(iter(functions.values()))
-        if not errors and not any(_about_vllm(event) for event in functions.values()):
-            return
         reason = "the engine ended, and the lines that say why are not here"
         if "collective_timeout" in {event.kind for event in events}:
             reason = "a rank waited in vain: another one failed before, and its lines are not here"
@@ -1467,8 +1494,8 @@ _STEPS_OF_THE_START = {"sampler_warmup", "cuda_graph_capture", "kernel_warmup", 
 _STEPS_OF_THE_START |= {"weights_load", "kv_cache_alloc_oom", "sleep_wake_up"}
 
 
-def _about_vllm(event: Event) -> bool:
-    return "vllm" in event.text.lower() or event.values.get("file", "") in ("gpu_model_runner.py", "gpu_worker.py")
+# Steps that take memory at once and end with a line of their own: a log that ends in one most likely ended there.
+_LAST_WORDS = {"graphs_progress": "cuda_graph_capture", "encoder_profile": "multimodal_profile"}
 
 
 def _unsaid(run: _Run, context: _Context, failed: bool) -> Iterator[Failure]:
@@ -1490,10 +1517,11 @@ def _unsaid(run: _Run, context: _Context, failed: bool) -> Iterator[Failure]:
             return
     if run.events and not run.stats:
         last = [event for event in run.events if phase_of(event) or event.kind == "graphs_captured"][-1:]
-        if last and last[0].kind == "graphs_progress" and last[0].values.get("progress_percent") in (None, 0.0):
+        phase = _LAST_WORDS.get(last[0].kind) if last else None
+        if phase and last[0].values.get("progress_percent") in (None, 0.0):
             facts = _facts(run, len(run.events), last[0], context, ())
-            cause = RULES["cuda_graph_capture"].means + "; the log ends in the capture, the error itself is not here"
-            failure = _failure("cuda_graph_capture", "low", facts, last[0], cause=cause)
+            cause = RULES[phase].means + "; the log ends in this step, the error itself is not here"
+            failure = _failure(phase, "low", facts, last[0], cause=cause)
             yield replace(failure, paste=("what comes after the last line: the error and its traceback",))
 
 

@@ -95,7 +95,7 @@ def _size_gib(text: str) -> float:
 
 
 def _integer(text: str) -> int:
-    return int(text.replace(",", ""))
+    return int(text.replace(",", "").partition(".")[0])
 
 
 def _real(text: str) -> float:
@@ -213,7 +213,9 @@ _OOM_PARTS = (
 )
 # Functions of vLLM that tell the step of a failure; what is for the prompt alone has "prefill" or "chunk" in its name.
 _STEPS = (
-    "init_device", "init_worker_distributed_environment", "load_model", "create_weights", "load_weights",
+    "init_device", "init_worker_distributed_environment", "load_model", "create_weights", "load_weights", "get_model",
+    "initialize_model", "profile_num_available_blocks", "init_cache_engine", "allocate_gpu_cache", "run_engine_loop",
+    "engine_step", "step_async", "_run_engine", "_execute_mm_encoder", "_process_image_input", "_process_video_input",
     "process_weights_after_loading", "determine_available_memory", "determine_num_available_blocks", "profile_run",
     "_dummy_sampler_run", "_dummy_pooler_run", "profile_cudagraph_memory", "embed_multimodal",
     "get_multimodal_embeddings", "profile_encoder_cache", "_check_enough_kv_cache_memory",
@@ -348,8 +350,9 @@ ROWS: tuple[Row, ...] = (
     ), until="without CUDA graph"),  # v1/worker/gpu_worker.py:787
     Row("graphs_not_subtracted", "CUDA graph memory profiling is disabled"),
     Row("profile_grew", "Error in memory profiling", (
+        _p(r"Error in memory profiling"),
         _p(r"Initial free memory <free_gib> GiB, current free memory <free_after_gib> GiB"),
-    )),  # v1/worker/gpu_worker.py:733
+    ), until="happens when|current free memory"),  # v1/worker/gpu_worker.py:733
     Row("kv_given", "Initial free memory", (
         _p(r"Initial free memory <free_gib> GiB, reserved <kv_cache_gib> GiB memory for KV Cache"),
     )),  # v1/worker/gpu_worker.py:665
@@ -450,6 +453,7 @@ ROWS: tuple[Row, ...] = (
         _p(r"warming up sampler with <max_num_seqs> dummy"),
     )),  # v1/worker/gpu_model_runner.py:5930
     Row("pooler_oom", "occurred when warming up pooler"),
+    Row("forward_failed", "Error in model execution", more=True),  # V0: worker/model_runner_base.py
     Row("oom", "out of memory. Tried to allocate", _OOM_PARTS,
         until="reserved by PyTorch but unallocated", convert=_processes),
     Row("cumem_oom", "out of memory at ", (_p(r"CUDA Error: out of memory at \S{0,200}cumem_allocator"),), vague=True),
@@ -461,11 +465,13 @@ ROWS: tuple[Row, ...] = (
     Row("cuda_oom", "CUDA driver error: out of memory"),
     Row("cuda_oom", "cudaErrorMemoryAllocation"),
     Row("cuda_oom", "CUBLAS_STATUS_ALLOC_FAILED"),
+    Row("cuda_oom", "HIP error: out of memory"),
+    Row("cuda_oom", "Triton Error [CUDA]: out of memory"),
     Row("autotuner_oom", "OOM detected, falling back"),  # FlashInfer; harmless
     Row("kv_none", "No available memory for the cache blocks"),  # v1/core/kv_cache_planning.py:58
     Row("kv_too_small", "To serve at least one request with", (
-        _p(r"max seq len \(<max_model_len>\), \(<needed_gib> GiB KV cache is needed, which is larger than the "
-           r"available KV cache memory \(<kv_cache_gib> GiB\)"),
+        _p(r"max seq len \(<max_model_len>\), \(<needed_gib> Gi?B KV cache is needed, which is larger than the "
+           r"available KV cache memory \(<kv_cache_gib> Gi?B\)"),
         _p(r"estimated maximum model length is <possible_len>"),
     ), until="initializing the engine"),  # v1/core/kv_cache_planning.py:78
     Row("kv_too_small", "The model's max seq len", (
@@ -499,6 +505,11 @@ ROWS: tuple[Row, ...] = (
     Row("host_oom", "oom-kill", (_p(r"oom-kill"),), vague=True),
     Row("host_oom", "emory: Killed process"),
     Row("host_oom", "OOMKilled"),
+    Row("host_oom", "ray.exceptions.OutOfMemoryError"),
+    Row("host_oom", "running low on memory"),  # Ray
+    Row("host_oom", "OOM killer", (_p(r"by the OOM killer|by SIGKILL|OOM killer due"),), vague=True),
+    Row("host_oom", "std::bad_alloc"),
+    Row("shm_full", "insufficient shared memory"),
     Row("shm_full", "No space left on device", (_p(r"shm|psm_|Bus error|semaphore"),), vague=True),
     # Requests and settings that are refused.
     Row("request_too_long", "longer than the maximum model length", (
@@ -562,8 +573,8 @@ ROWS: tuple[Row, ...] = (
         _p(rf"(?:^|[/\\\s])(?P<file>[\w.]{{1,80}}\.py):\d{{1,7}}, in {_FUNCTIONS}\s*$"),
     ), vague=True),
     Row("frame", 'File "', (
-        _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>(?:chunk|\w{0,40}prefill)\w{0,40}\.py)", line \d+, in '
-           r"(?P<function>\w{1,80})\s*$"),
+        _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>(?:chunk\w{0,40}|\w{0,40}prefill\w{0,40}|\w{0,20}sampler)\.py)", '
+           r"line \d+, in (?P<function>\w{1,80})\s*$"),
     ), vague=True),
     Row("frame", "engine_core.run_busy_loop()", fixed={"file": "core.py", "function": "run_busy_loop"}),
     # Any other end of a traceback: that it was not memory.
@@ -735,6 +746,8 @@ def interesting(line: str) -> bool:
         or "to wake" in line
         or "CUBLAS" in line
         or "oom-k" in line
+        or "OOM" in line
+        or "bad_alloc" in line
         or "SIGKILL" in line
         or "died " in line
         or "was t" in line
