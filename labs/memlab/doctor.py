@@ -386,7 +386,7 @@ def _fewer_graphs(facts: Facts) -> Change | None:
 def _fixed_pool(facts: Facts) -> Change | None:
     pool = facts.term("kv_cache")
     if pool is None:
-        return None
+        return None, "a size that leaves room", None
     to = pool - (facts.missing or 0.0) - _RESERVE_GIB
     fits = facts.values.get("fit_budget_bytes")
     if isinstance(fits, int) and fits > 0:
@@ -820,6 +820,7 @@ RULES: dict[str, Rule] = {
                 ("end_others", "the trainer or another engine took it meanwhile"),
                 ("sleep_level", "the weights come back before the pool needs its share"),
                 ("lower_utilization", "less has to come back"),
+                ("fixed_pool", "the pool to come back has the same size in every version"),
             ),
             (
                 ("--max-model-len", _REFILLS),
@@ -1295,9 +1296,10 @@ def _functions(events: Iterable[Event]) -> dict[str, Event]:
 
 def _place(functions: Mapping[str, Event], seen: frozenset[str] | set[str]) -> tuple[str, Event] | None:
     """The phase that a traceback names, with the frame that says so."""
+    profiled = set(functions) & set(_PROFILE.split())
     for phase, names in _PLACES:
         named = [functions[name] for name in functions if name in names]
-        if not named:
+        if not named or (phase == "sampler_warmup" and profiled):  # the profile runs the sampler too
             continue
         if phase == "memory_profile" and (_ENCODER & set(functions) or _encoder_was_last(seen)):
             phase = "multimodal_profile"
@@ -1332,7 +1334,7 @@ def _device(run: _Run, episode: _Episode, context: _Context) -> Failure:
     others, lacking = facts.others, facts.missing or 0.0
     if full and others is not None and others >= max(_CONTEXTS_GIB, lacking):
         return _failure("other_process_on_gpu", "high", facts, decisive, cause=_neighbours(others))
-    if worded:
+    if worded and not (placed and placed[0] == "memory_profile"):
         phase, confidence = _SAYS_ITS_PLACE[worded.kind], "high"
     elif placed:
         phase, confidence = placed[0], "high"
@@ -1473,6 +1475,14 @@ def _without_a_message(run: _Run, episode: _Episode, context: _Context) -> Itera
             ledger,
             ("the ValueError below this traceback, and the lines on GPU blocks or KV cache before it",),
         )
+    elif "initialize_cache" in functions and not placed:
+        yield _undetermined(
+            "V0 failed between the profile and serving: at the check of the KV cache, its allocation or the capture of "
+            "CUDA graphs; the message is cut off" + _room(run, context, episode),
+            functions["initialize_cache"],
+            ledger,
+            ("the last line of this traceback, which names the error", "the command line, for max_model_len"),
+        )
     elif placed and not other and placed[0] in _STEPS_OF_THE_START:
         facts = _facts(run, episode.before, placed[1], context, ())
         failure = _failure(placed[0], "low", facts, placed[1], errors[:2])
@@ -1488,6 +1498,15 @@ def _without_a_message(run: _Run, episode: _Episode, context: _Context) -> Itera
             ledger,
             (_TRACEBACK, "the lines of EngineCore and of each worker, not of the API server alone"),
         )
+
+
+def _room(run: _Run, context: _Context, episode: _Episode) -> str:
+    """What V0's blocks hold, to be compared with max_model_len, as the end of a sentence."""
+    kv = stated_kv(run.events[: episode.before])
+    if kv.blocks is None:
+        return ""
+    size = kv.block_size or context.given.get("block_size") or 16
+    return f". {kv.blocks} blocks of {size} hold {kv.blocks * size} tokens: a larger max_model_len does not fit"
 
 
 _STEPS_OF_THE_START = {"sampler_warmup", "cuda_graph_capture", "kernel_warmup", "multimodal_profile", "memory_profile"}
