@@ -138,3 +138,17 @@ def test_an_allocators_history_begins_with_the_load_and_keeps_its_peak():
     trace = lab.trace_since(1.0, allocated_bytes=16 * GIB, events=before + load)
     assert (trace.time_ms, trace.allocated_gib) == ([0.0, 1.0, 2.5, 4.0], [17.0, 20.0, 17.0, 16.0])
     assert lab.trace_since(2.0, 16 * GIB, before + load) is None
+
+
+def test_a_watch_that_costs_much_looks_less_often():
+    def read():
+        until = time.thread_time() + 0.02
+        while time.thread_time() < until:
+            pass
+        return [1.0]
+
+    with gpu.Sampler(read, "host", rate_hz=50) as sampler:
+        start = time.perf_counter()
+        time.sleep(1.5)
+        seconds = time.perf_counter() - start
+    assert 2 <= sampler.series[0].count <= seconds * gpu.MOST_OF_A_CORE / 0.02 + 2

@@ -15,6 +15,8 @@ from memlab.errors import MemlabError
 from memlab.record import Timeline
 from memlab.units import GIB
 
+MOST_OF_A_CORE = 0.1  # what a sampler may take; to add up the pages of a vLLM process takes the kernel some 10 ms
+
 
 @dataclass(frozen=True)
 class Device:
@@ -300,9 +302,10 @@ def _value(point: tuple[float, float]) -> float:
 class Sampler:
     """Watches memory in a thread of its own: ``with Sampler(...) as sampler: ...; sampler.timelines()``.
 
-    ``read`` returns the memory in use of each rank, in GiB. It is called ``rate_hz`` times a second; the first call
-    of all, before anything starts, is the baseline, unless one is given. The clock starts at 0 with the sampler, or
-    at ``origin`` (``time.perf_counter``).
+    ``read`` returns the memory in use of each rank, in GiB. It is called ``rate_hz`` times a second, or less often
+    where it would take more than ``MOST_OF_A_CORE``: a watch must not slow what it watches. The first call of all,
+    before anything starts, is the baseline, unless one is given. The clock starts at 0 with the sampler, or at
+    ``origin`` (``time.perf_counter``).
     """
 
     def __init__(
@@ -345,12 +348,14 @@ class Sampler:
     def _run(self) -> None:
         period, due = 1 / self.rate_hz, time.perf_counter()
         while not self._stop.is_set():
+            busy = time.thread_time()
             try:
                 self.sample()
             except Exception as error:  # the run goes on, the record says that it was not watched to the end
                 self.error = error
                 return
-            due = max(due + period, time.perf_counter() - period)
+            busy = time.thread_time() - busy
+            due = max(due + max(period, busy / MOST_OF_A_CORE), time.perf_counter() - period)
             self._stop.wait(max(0.0, due - time.perf_counter()))
 
     def sample(self) -> None:
