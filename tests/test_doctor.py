@@ -208,6 +208,11 @@ def test_several_starts_in_one_paste_are_told_in_their_order():
     assert found.phase == "free_memory_at_startup"
 
 
+def test_a_crash_loop_is_one_failure():
+    found = diagnose((LOGS / (PLAYED + "oom.log")).read_text() * 50, card="3090")
+    assert ([one.phase for one in found.failures], found.starts) == (["kernel_warmup"], 50)
+
+
 # --- what stands before and around a message ---
 
 WRAPS = {

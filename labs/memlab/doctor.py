@@ -100,7 +100,8 @@ class Diagnosis:
     """What a text shows. ``phase`` is the root cause's, else ``ok``, ``not_a_failure`` or ``undetermined``.
 
     ``harmless`` are lines that look like a failure and are none, each with the reason. ``weak_spot`` is what gives
-    first in a start without a failure.
+    first in a start without a failure. ``starts`` counts the starts of a server in the text; a failure that comes again
+    in a later one stands once.
     """
 
     phase: str
@@ -114,6 +115,7 @@ class Diagnosis:
     harmless: tuple[tuple[Evidence, str], ...] = ()
     weak_spot: str | None = None
     card: str | None = None
+    starts: int = 1
 
     def to_dict(self) -> dict:
         """JSON-ready, with the names that ``memlab doctor --json`` promises."""
@@ -129,6 +131,7 @@ class Diagnosis:
             "harmless": [{**asdict(one), "why": why} for one, why in self.harmless],
             "weak_spot": self.weak_spot,
             "card": self.card,
+            "starts": self.starts,
         }
 
 
@@ -970,17 +973,17 @@ class Reader:
     def __init__(self):
         self.runs: list[_Run] = [_Run()]
         self.harmless: dict[str, Event] = {}
-        self.seen = 0
+        self.starts = 1
 
     def add(self, event: Event) -> None:
         """Take the next event."""
-        self.seen += 1
         if event.kind in _HARMLESS and (event.kind != "blocks_override" or not event.values["auto_blocks"]):
             self.harmless.setdefault(event.kind, event)
         if self.runs[-1].begins_anew(event):
             if len(self.runs) >= _KEPT_RUNS:
                 del self.runs[_KEPT_RUNS // 2]
             self.runs.append(_Run())
+            self.starts += 1
         self.runs[-1].add(event)
 
 
@@ -1635,7 +1638,7 @@ def _conclude(reader: Reader, context: _Context) -> Diagnosis:
         found = _of_run(run, context)
         if blamed is None and any(one.phase not in _NOT_FATAL for one in found):
             blamed = run
-        failures += found
+        failures += [one for one in found if (one.phase, one.cause) not in {(old.phase, old.cause) for old in failures}]
     root = next((one for one in failures if one.phase not in _NOT_FATAL), None) or next(iter(failures), None)
     run = blamed or reader.runs[-1]
     said = engine(event for one in reader.runs for event in one.events)
@@ -1651,6 +1654,7 @@ def _conclude(reader: Reader, context: _Context) -> Diagnosis:
         "engine": generation,
         "harmless": harmless,
         "card": context.card.name if context.card else None,
+        "starts": reader.starts,
     }
     if root:
         paste = tuple(dict.fromkeys(line for one in failures for line in one.paste))
@@ -1731,6 +1735,8 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
         lines.append(head[found.phase])
     elif not found.failures:
         lines.append("Undetermined: nothing here is known to be of vLLM's memory.")
+    if found.starts > 1:
+        lines.append(f"{found.starts} starts of a server; a failure that comes again stands once.")
     for number, one in enumerate(found.failures, 1):
         lines += ["", f"{number}. {one.phase} ({one.confidence} confidence)", f"   {_sentence(one.cause)}"]
         if one.missing_gib is not None:

@@ -227,7 +227,8 @@ _STEPS = (
     "run_busy_loop", "run_engine_core",
 )  # fmt: skip
 _FUNCTIONS = rf"(?P<function>{'|'.join(_STEPS)}|\w{{0,40}}(?:prefill|chunk)\w{{0,60}})"
-_BEGUN = "|".join(sorted({name[:length] for name in _STEPS for length in range(len(name))}))
+_WHOLE_OR_BEGUN = {name[:length] for name in _STEPS for length in range(1, len(name) + 1)}
+_BEGUN = "|".join(sorted(_WHOLE_OR_BEGUN - set(_STEPS)))
 _BROKEN_FRAME = re.compile(
     rf'File "(?:[^"]{{0,400}}|[^"]{{0,400}}"(?:,(?: line(?: \d{{1,7}}(?:,(?: in(?: (?:{_BEGUN}))?)?)?)?)?)?)\s*$'
 )
@@ -700,6 +701,17 @@ def _unwrap_json(line: str) -> tuple[list[str], str | None]:
 # --- the parser ---------------------------------------------------------------------------------------------------
 
 
+_FRAME = re.compile(r'File "[^"]{0,400}", line \d{1,7}, in ([\w<>]{1,100})\s*$')
+
+
+def _of_no_step(line: str) -> bool:
+    """Whether a line is a frame of a traceback that tells no step: most of a traceback are."""
+    match = _FRAME.search(line)
+    if not match or match[1] in _WHOLE_OR_BEGUN:
+        return False
+    return "chunk" not in line and "prefill" not in line and "sampler" not in line
+
+
 def interesting(line: str) -> bool:
     """Whether a line may hold a message of the table: cheap, and wrong only towards yes.
 
@@ -707,6 +719,8 @@ def interesting(line: str) -> bool:
     """
     if " HTTP/1." in line or "DEBUG " in line:  # the bulk of a long log: the access log, and what states nothing more
         return False
+    if 'File "' in line:
+        return not _of_no_step(line)
     return (
         "ing " in line
         or " GiB" in line
@@ -752,7 +766,6 @@ def interesting(line: str) -> bool:
         or "died " in line
         or "was t" in line
         or "leaked" in line
-        or 'File "' in line
         or ", in " in line
         or "run_busy" in line
     )
