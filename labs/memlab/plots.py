@@ -162,7 +162,9 @@ def labels(*records: RunRecord) -> list[str]:
     """A short name for each record: what it does not share with the others."""
     facts = [_facts(record) for record in records]
     names = [name for name in dict.fromkeys(name for each in facts for name in each)]
-    differing = [name for name in names if len({str(each.get(name)) for each in facts}) > 1]
+    for each, record in zip(facts, records, strict=True):  # what one asked for, another has by default
+        each.update({name: record.flags.resolved.get(name) for name in names if name not in each})
+    differing = [name for name in names if len({str(each[name]) for each in facts}) > 1]
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
     return [", ".join(fact(name, each.get(name)) for name in differing) for each in facts]

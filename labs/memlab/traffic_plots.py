@@ -35,7 +35,7 @@ def _groups(records) -> list[_Group]:
         key = str((record.model.name, record.card, record.flags.given, record.engine.vllm, record.machine.name))
         alike.setdefault(key, []).append(record)
     firsts = [replace(found[0], repeat=1) for found in alike.values()]
-    labels = plots.names(*firsts) if len(firsts) > 1 else [""]
+    labels = plots.labels(*firsts) if len(firsts) > 1 else [""]
     return [_Group(label, found) for label, found in zip(labels, alike.values(), strict=True)]
 
 
@@ -67,8 +67,9 @@ def _ms(value: float) -> str:
     return f"{value:,.0f} ms" if value >= 10 else f"{value:.1f} ms"
 
 
-def _legend(figure: Figure, ink: str, **options) -> None:
-    figure.legend(frameon=False, labelcolor=ink, loc="outside lower center", **options)
+def _legend(figure: Figure, ink: str, longest: int = 20) -> None:
+    """Under the axes, in as many columns as labels of so many characters leave room for."""
+    figure.legend(frameon=False, labelcolor=ink, loc="outside lower center", ncols=max(1, 80 // (longest + 8)))
 
 
 def _axes(ink: str, width: float, heights: tuple[float, ...]):
@@ -84,7 +85,7 @@ def _axes(ink: str, width: float, heights: tuple[float, ...]):
 
 
 def by_load(*records: RunRecord, replayed: bool = False) -> Plot:
-    """What each load took beyond what was held when the server was ready, and its time to the first token.
+    """The most memory that each load took, and its time to the first token.
 
     Raises:
         ValueError: for a run without several loads.
@@ -93,53 +94,54 @@ def by_load(*records: RunRecord, replayed: bool = False) -> Plot:
     groups = _groups(records)
     names = list(dict.fromkeys(load_name(load.traffic) for record in records for load in record.loads))
     memory = plots.memory_name(records)
-    more, waits = {}, {}
+    peaks, more, waits = {}, {}, {}
     for group in groups:
         for record in group.records:
             ready = when_ready_gib(record)
             for load in record.loads:
                 key = group.label, load_name(load.traffic)
+                peaks.setdefault(key, []).append(load.peak_gib[0])
                 more.setdefault(key, []).append(load.peak_gib[0] - ready)
                 if load.latency:
                     waits.setdefault(key, []).extend(load.latency.ttft_samples_ms)
     rows = tuple(
         (
-            ", ".join(filter(None, (group.label, name))),
-            _spread(more[group.label, name], lambda gib: show_gib(gib, signed=True)),
-            _ms(statistics.median(waits[group.label, name])) if waits.get((group.label, name)) else "",
-            _spread(waits[group.label, name], _ms) if waits.get((group.label, name)) else "",
+            ", ".join(filter(None, key)),
+            _spread(peaks[key], show_gib),
+            _spread(more[key], lambda gib: plots.difference(0.0, gib)),
+            _ms(statistics.median(waits[key])) if waits.get(key) else "",
+            _spread(waits[key], _ms) if waits.get(key) else "",
         )
-        for group in groups
-        for name in names
-        if (group.label, name) in more
+        for key in ((group.label, name) for group in groups for name in names)
+        if key in peaks
     )
     return Plot(
         title=f"{capitalised(memory)} and time to first token by load",
-        alt=" ".join(_by_load_alt(group, names, more, waits) for group in groups),
+        alt=" ".join(_by_load_alt(group, names, peaks, waits, memory) for group in groups),
         caption=plots.caption(records, replayed),
         table=Table(
-            "Each load as sent: the most memory beyond what was held when ready, and the time to first token",
-            ("load", memory, "TTFT, median", "TTFT, least to most"),
+            "Each load, in the order sent",
+            ("load", f"most {memory}", "beyond ready", "TTFT, median", "TTFT, least to most"),
             rows,
         ),
-        draw=lambda ink: _draw_by_load(groups, names, more, waits, memory, ink),
+        draw=lambda ink: _draw_by_load(groups, names, peaks, waits, memory, ink),
     )
 
 
-def _by_load_alt(group: _Group, names, more, waits) -> str:
-    known = [name for name in names if (group.label, name) in more]
-    each = [f"{name} tokens {show_gib(statistics.median(more[group.label, name]), signed=True)}" for name in known]
-    timed = [name for name in known if waits.get((group.label, name))]
-    ttft = [f"{name} {_ms(statistics.median(waits[group.label, name]))}" for name in timed]
-    who = f"With {group.label}, memory" if group.label else "Memory"
-    return f"{who} beyond what was held when ready: {', '.join(each)}. Median time to first token: {', '.join(ttft)}."
+def _by_load_alt(group: _Group, names, peaks, waits, memory: str) -> str:
+    keys = [(group.label, name) for name in names if (group.label, name) in peaks]
+    each = [f"{name} tokens {show_gib(statistics.median(peaks[label, name]))}" for label, name in keys]
+    timed = [key for key in keys if waits.get(key)]
+    ttft = [f"{name} {_ms(statistics.median(waits[label, name]))}" for label, name in timed]
+    who = f"With {group.label}, the" if group.label else "The"
+    return f"{who} most {memory}: {', '.join(each)}. Median time to first token: {', '.join(ttft)}."
 
 
-def _draw_by_load(groups, names, more, waits, memory: str, ink: str) -> Figure:
+def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:
     figure, (upper, lower) = _axes(ink, 7.5, (2.6, 2.4))
     for number, (group, (colour, dash)) in enumerate(zip(groups, itertools.cycle(LINES), strict=False)):
         shift = (number - (len(groups) - 1) / 2) * 0.12
-        for axes, values in ((upper, more), (lower, waits)):
+        for axes, values in ((upper, peaks), (lower, waits)):
             known = [i for i, name in enumerate(names) if values.get((group.label, name))]
             found = [values[group.label, names[i]] for i in known]
             places = [i + shift for i in known]
@@ -149,12 +151,12 @@ def _draw_by_load(groups, names, more, waits, memory: str, ink: str) -> Figure:
             for place, each in zip(places, found, strict=True):
                 marker = MARKERS[number % len(MARKERS)]
                 axes.plot([place] * len(each), each, marker, color=colour, markersize=4, alpha=0.8)
-    upper.set(ylabel=f"{memory} beyond\nready, GiB")
-    upper.set_ylim(bottom=min(0, upper.get_ylim()[0]), top=upper.get_ylim()[1] * 1.1)
+    upper.set(ylabel=f"most {memory},\nGiB")
+    upper.set_ylim(0, max(max(each) for each in peaks.values()) * 1.15)
     lower.set(ylabel="time to first\ntoken, ms", yscale="log", xlabel="tokens in the prompt, in the order sent")
     lower.set_xticks(range(len(names)), names)
     if len(groups) > 1:
-        _legend(figure, ink, ncols=min(3, len(groups)))
+        _legend(figure, ink, max(len(group.label) for group in groups))
     return figure
 
 
@@ -214,7 +216,7 @@ def _draw_speeds(names, prefill, decode, ink: str) -> Figure:
             axes.plot([place] * len(values[name]), values[name], marker, color=colour, markersize=4, alpha=0.8)
     axes.set(xlabel="tokens in the prompt", ylabel="tokens a second", yscale="log")
     axes.set_xticks(range(len(names)), names)
-    _legend(figure, ink, ncols=2)
+    _legend(figure, ink)
     return figure
 
 
@@ -280,7 +282,7 @@ def _draw_activation(tokens, stated, expected, ink: str) -> Figure:
     axes.set_xlim(0, max(tokens) * 1.08)
     axes.set_ylim(0, max(max(each) for each in stated.values()) * 1.2)
     axes.set_xticks(tokens, [f"{at:,}" for at in tokens], rotation=0)
-    _legend(figure, ink, ncols=2)
+    _legend(figure, ink)
     return figure
 
 
@@ -362,7 +364,7 @@ def _draw_allocator(bars, ink: str) -> Figure:
     axes.set_yticks(range(len(bars)), [label for label, _, _ in bars])
     axes.set(xlabel="GiB above what stays allocated", ylim=(len(bars) - 0.4, -0.6))
     axes.set_xlim(0, max(sum(layers) for _, layers, _ in bars) * 1.15)
-    _legend(figure, ink, ncols=1)
+    _legend(figure, ink, 60)
     return figure
 
 
@@ -399,14 +401,20 @@ def _draw_trace(found, ink: str) -> Figure:
     for axes, (label, line) in zip(figure.subplots(len(found), 1, squeeze=False)[:, 0], found, strict=True):
         plots.dress(axes, ink)
         colour, _ = LINES[0]
-        axes.plot(
-            line.time_ms, [gib - low for gib in line.allocated_gib], color=colour, linewidth=0.9, drawstyle="steps-post"
-        )
-        axes.set(ylabel="GiB beyond\nthe least", xlim=(0, line.time_ms[-1]))
+        times, more = _without_pauses(line.time_ms), [gib - low for gib in line.allocated_gib]
+        axes.plot(times, more, color=colour, linewidth=0.9, drawstyle="steps-post")
+        axes.set(ylabel="GiB beyond\nthe least", xlim=(0, times[-1]))
         axes.set_ylim(bottom=0)
         axes.set_title(f"{label} tokens", color=ink, fontsize=10, loc="left")
-    axes.set(xlabel="milliseconds since the first allocation of the load")
+    axes.set(xlabel="milliseconds, without the pauses in which nothing was allocated")
     return figure
+
+
+def _without_pauses(time_ms: list[float], longest: float = 1.5) -> list[float]:
+    """The times with every gap cut to ``longest`` milliseconds: the CPU asks for a step's memory ahead of the GPU, then
+    waits for it."""
+    gaps = [min(longest, later - time) for time, later in itertools.pairwise(time_ms)]
+    return list(itertools.accumulate([0.0, *gaps]))
 
 
 # ---- the pool as it fills ----
@@ -462,7 +470,7 @@ def _draw_pool(series, inside, memory: str, ink: str) -> Figure:
     )
     held.set(ylabel=f"{memory},\nGiB", xlabel="seconds of traffic", xlim=(0, times[-1] or 1))
     held.set_ylim(0, max(gib for _, gib in inside) * 1.25)
-    _legend(figure, ink, ncols=3)
+    _legend(figure, ink)
     return figure
 
 
