@@ -32,8 +32,8 @@ def test_a_load_is_shown_by_what_it_took_beyond_the_state_when_ready():
     ready = traffic_plots.when_ready_gib(found)
     assert ready == pytest.approx(27.8), "the last sample before the first load"
     rows = {row[0]: row for row in traffic_plots.by_load(found).table.rows}
-    assert rows["500"][1] == "+0.10 GiB"
-    assert rows["8,000"][1:] == ("+0.60 GiB", "210 ms", "200 ms to 220 ms")
+    assert rows["500"][1:3] == ("27.90 GiB", "+0.10 GiB")
+    assert rows["8,000"][1:] == ("28.40 GiB", "+0.60 GiB", "210 ms", "200 ms to 220 ms")
 
 
 def test_repeats_of_a_setting_are_one_line_with_the_span_of_their_values():

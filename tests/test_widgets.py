@@ -494,7 +494,7 @@ def test_nothing_of_a_record_or_a_paste_reaches_the_page_unescaped():
 
 
 def test_a_run_of_several_loads_or_with_instruments_is_none_that_a_panel_can_ask_for(monkeypatch):
-    recorded = record.read_all()
+    recorded = [each for each in record.read_all() if each.lab == "01-ledger"]
     plain = next(each for each in recorded if each.traffic)
     loads = [record.Load(plain.traffic, 1.0, 2.0, [3.0])]
     others = [replace(plain, traffic=None, loads=loads), replace(plain, instruments=["allocator"], card="other")]
