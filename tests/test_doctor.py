@@ -10,9 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab import doctor, flags, vllm_log
+from memlab import doctor, flags, shapes, vllm_log
 from memlab.doctor import diagnose
 from memlab.errors import FlagError, MemlabError
+from memlab.ledger import predict
 
 ROOT = Path(__file__).resolve().parent.parent
 LOGS = ROOT / "tests" / "data" / "vllm_logs"
@@ -346,6 +347,35 @@ def test_the_command_line_states_what_the_log_does_not():
     assert fix(found, "--gpu-memory-utilization").from_ == 0.9
     with pytest.raises(FlagError):
         diagnose(OOM, "vllm serve some/model --max-num-seqs many")
+
+
+def test_the_flags_of_a_played_card_are_shares_of_it():
+    asked = flags.ServeFlags(gpu_memory_utilization=0.97)
+    assert fix(of(PLAYED + "oom.log", command=asked, card="3090"), "--gpu-memory-utilization").from_ == 0.97
+
+
+def test_with_the_models_shape_the_gain_is_the_planners():
+    config = shapes.LAB_MODELS["llama-3.1-8b"].to_config()
+    asked = flags.ServeFlags(
+        gpu_memory_utilization=0.72,
+        max_num_batched_tokens=8192,
+        max_num_seqs=256,
+        max_model_len=16384,
+        enforce_eager=True,
+    )
+    found = of(PLAYED + "pool-too-small.log", command=asked, config=config, card="3090", total_gib=139.8)
+    before, after = (
+        predict(shapes.from_config(config), 23.58, one).ledger.kv_cache_gib
+        for one in (asked, asked.with_(max_num_batched_tokens=4096))
+    )
+    assert fix(found, "--max-num-batched-tokens").gains_gib == pytest.approx(after - before, abs=1e-3)
+
+
+def test_what_the_profile_counts_is_no_headroom_gained_after_the_pool_was_sized():
+    config = shapes.LAB_MODELS["llama-3.1-8b"].to_config()
+    found = of(PLAYED + "oom.log", config=config, card="3090")
+    change = fix(found, "--max-num-batched-tokens")
+    assert change.gains_gib == pytest.approx(448 / 1024 / 2, abs=1e-3), "half of the tensor that failed"
 
 
 def test_a_card_that_nobody_knows_is_refused():

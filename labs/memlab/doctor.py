@@ -168,6 +168,7 @@ class Facts:
     shape: shapes.ModelShape | None = None
     card: cards.Card | None = None
     real_total_gib: float | None = None
+    asked: float | None = None
     missing: float | None = None
     seen: frozenset[str] = frozenset()
     arguments_seen: bool = False
@@ -187,6 +188,8 @@ class Facts:
     @cached_property
     def utilization(self) -> float | None:
         """As a share of ``total``: on a card that is played, of the played one."""
+        if self.asked is not None:
+            return self.asked
         share = self.values.get("gpu_memory_utilization") or self.given.get("gpu_memory_utilization")
         budget = self.term("budget") or self.values.get("budget_gib")
         if share is None:
@@ -309,8 +312,8 @@ def _fit_model_len(facts: Facts) -> Change | None:
     return length, max(1, int(fits)), facts.missing
 
 
-def _half(name: str, gained: Callable[[Facts], float | None]) -> Callable[[Facts], Change | None]:
-    """Half of a flag's value, and what that gains: by the planner, else by ``gained``."""
+def _half(name: str, gained: Callable[[Facts], float | None], planned: bool) -> Callable[[Facts], Change | None]:
+    """Half of a flag's value, and what that gains: by the planner where the profile counts it, else by ``gained``."""
 
     def size(facts: Facts) -> Change | None:
         if name == "max_num_batched_tokens" and facts.engine == "V0" and not facts.given.get("enable_chunked_prefill"):
@@ -318,7 +321,8 @@ def _half(name: str, gained: Callable[[Facts], float | None]) -> Callable[[Facts
         value = facts.values.get(name) or facts.given.get(name)
         if not isinstance(value, int) or value < 2:
             return None, "half", gained(facts)
-        return value, value // 2, facts.planned_gain(**{name: value // 2}) or gained(facts)
+        plan = facts.planned_gain(**{name: value // 2}) if planned else None
+        return value, value // 2, plan or gained(facts)
 
     return size
 
@@ -429,17 +433,17 @@ def _fixed(to: object, from_: object = None) -> Callable[[Facts], Change | None]
 
 
 _FEWER = "fewer requests in one step"
+_STEPS = "a long prompt takes more steps"
+_HALF_STEP, _HALF_TRIED = _part("activation", 0.5), _part("tried", 0.5)
 REMEDIES: dict[str, Remedy] = {
     "lower_utilization": Remedy("--gpu-memory-utilization", "a smaller KV cache", _lower_utilization),
     "what_is_free": Remedy("--gpu-memory-utilization", "a smaller KV cache", _to_what_is_free),
     "raise_utilization": Remedy("--gpu-memory-utilization", "headroom for what is not profiled", _raise_utilization),
     "max_model_len": Remedy("--max-model-len", "longer requests are refused", _fit_model_len),
-    "fewer_tokens": Remedy(
-        "--max-num-batched-tokens",
-        "a long prompt takes more steps",
-        _half("max_num_batched_tokens", _part("activation", 0.5)),
-    ),
-    "fewer_seqs": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", _part("tried", 0.5))),
+    "fewer_tokens": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_STEP, True)),
+    "smaller_step": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_TRIED, False)),
+    "fewer_seqs": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", lambda facts: None, True)),
+    "fewer_rows": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", _HALF_TRIED, False)),
     "seqs_to_blocks": Remedy("--max-num-seqs", _FEWER, _state_blocks),
     "more_gpus": Remedy("--tensor-parallel-size", "as many GPUs again", _more_ranks),
     "quantize": Remedy("--quantization", "some accuracy", _quantize),
@@ -649,7 +653,7 @@ RULES: dict[str, Rule] = {
             (
                 ("lower_utilization", "a smaller pool leaves room for the workspace"),
                 ("fixed_pool", "the pool gets a size that leaves room"),
-                ("fewer_tokens", "the warm-up runs a step of so many tokens"),
+                ("smaller_step", "the warm-up runs a step of so many tokens"),
             ),
             (("--max-model-len", _REFILLS),),
         ),
@@ -674,7 +678,7 @@ RULES: dict[str, Rule] = {
             "CUDA out of memory occurred when warming up sampler with … dummy requests",
             "the sampler is warmed up with max_num_seqs rows of the vocabulary after the pool has taken its share",
             (
-                ("fewer_seqs", "the sampler holds so many rows of the vocabulary"),
+                ("fewer_rows", "the sampler holds so many rows of the vocabulary"),
                 ("lower_utilization", "a smaller pool leaves room for the sampler"),
                 ("fixed_pool", "the pool gets a size that leaves room"),
                 ("expandable", "the allocator can use pieces that it holds"),
@@ -702,7 +706,7 @@ RULES: dict[str, Rule] = {
             "CUDA out of memory in apply_top_k_top_p or the sampler",
             "the sampler sorts max_num_seqs rows of the vocabulary, which was not left beside the pool",
             (
-                ("fewer_seqs", "the sampler holds so many rows of the vocabulary"),
+                ("fewer_rows", "the sampler holds so many rows of the vocabulary"),
                 ("lower_utilization", "a smaller pool leaves room for the sampler"),
                 ("fixed_pool", "the pool gets a size that leaves room"),
                 ("expandable", "the allocator can use pieces that it holds"),
@@ -717,7 +721,7 @@ RULES: dict[str, Rule] = {
             (
                 ("lower_utilization", "a smaller pool leaves headroom"),
                 ("fixed_pool", "the pool gets a size that leaves headroom"),
-                ("fewer_tokens", "what a prefill step takes beyond the profile grows with its tokens"),
+                ("smaller_step", "what a prefill step takes beyond the profile grows with its tokens"),
                 ("expandable", "the allocator can use pieces that it holds"),
             ),
             (
@@ -732,7 +736,7 @@ RULES: dict[str, Rule] = {
             "a request asked for logprobs: the logits of every prompt token over the whole vocabulary were not left",
             (
                 ("no_prompt_logprobs", "no logits of the prompt are kept"),
-                ("fewer_tokens", "in the first model runner the logits are of a whole step's tokens"),
+                ("smaller_step", "in the first model runner the logits are of a whole step's tokens"),
                 ("lower_utilization", "a smaller pool leaves headroom"),
                 ("fixed_pool", "the pool gets a size that leaves headroom"),
             ),
@@ -749,7 +753,7 @@ RULES: dict[str, Rule] = {
                 ("lower_utilization", "a smaller pool leaves headroom"),
                 ("fixed_pool", "the pool gets a size that leaves headroom"),
                 ("expandable", "the allocator can use pieces that it holds"),
-                ("fewer_tokens", "what a step takes beyond the profile grows with its tokens"),
+                ("smaller_step", "what a step takes beyond the profile grows with its tokens"),
             ),
             (
                 ("--max-model-len", _REFILLS),
@@ -1024,6 +1028,9 @@ def _episodes(run: _Run) -> list[_Episode]:
 # ---- diagnosing ----
 
 
+Command = str | list[str] | flags.ServeFlags | None
+
+
 @dataclass(frozen=True)
 class _Context:
     """What the caller knows besides the log."""
@@ -1100,17 +1107,14 @@ def _facts(run: _Run, before: int, decisive: Event, context: _Context, parts: It
         free_at_start_gib=free_at_start_gib(run.events),
         engine=engine_generation(run.events),
         version=_version(said.get("vllm_version")),
-        shape=context.shape or _lab_shape(said.get("model")),
+        shape=context.shape,
+        asked=context.given.get("gpu_memory_utilization"),
         card=context.card,
         real_total_gib=context.total_gib,
         seen=frozenset(event.kind for event in events),
         arguments_seen=any(event.kind == "arguments" for event in run.events),
     )
     return replace(facts, missing=_missing(facts))
-
-
-def _lab_shape(model: object) -> shapes.ModelShape | None:
-    return shapes.LAB_MODELS.get(str(model or "").rpartition("/")[2].lower())
 
 
 def _missing(facts: Facts) -> float | None:
@@ -1568,10 +1572,12 @@ def _of_run(run: _Run, context: _Context) -> list[Failure]:
 
 
 def _context(
-    command: str | list[str] | None, config: Mapping | None, card: str | cards.Card | None, total_gib: float | None
+    command: Command, config: Mapping | None, card: str | cards.Card | None, total_gib: float | None
 ) -> _Context:
     given: dict[str, object] = {}
-    if command:
+    if isinstance(command, flags.ServeFlags):
+        given = command.set()
+    elif command:
         words = shlex.split(command) if isinstance(command, str) else list(command)
         while words and (words[0] in ("vllm", "serve", "python", "python3", "-m") or "=" in words[0].split("-")[0]):
             del words[0]
@@ -1589,7 +1595,7 @@ def _context(
 
 def diagnose(
     source: str | Iterable[str] | Iterable[Event],
-    command: str | list[str] | None = None,
+    command: Command = None,
     config: Mapping | None = None,
     card: str | cards.Card | None = None,
     total_gib: float | None = None,
@@ -1598,7 +1604,7 @@ def diagnose(
 
     Args:
         source: the text, its lines, or events of ``vllm_log``; read once, in order.
-        command: the command line, for flags that the log does not state.
+        command: the command line or its flags, for what the log does not state; with ``card``, as meant for that card.
         config: the model's ``config.json``, parsed, so that gains can be computed by the planner.
         card: the card that the GPU plays (``cards.CARDS``); utilizations are then shares of that card.
         total_gib: the real card's memory as CUDA reports it, for a log that does not state it.
@@ -1715,7 +1721,7 @@ def weak_spot(events: list[Event], ledger: MemoryLedger | None, kv: StatedKV, ru
 
 def finding(
     source: Iterable[Event] | Iterable[str] | str,
-    command: str | list[str] | None = None,
+    command: Command = None,
     config: Mapping | None = None,
     card: str | cards.Card | None = None,
     total_gib: float | None = None,
