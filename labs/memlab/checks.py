@@ -4,6 +4,7 @@ Facts come from ``gpu`` and ``host``. Nothing here imports torch or opens a CUDA
 the GPU itself.
 """
 
+import functools
 import platform
 import re
 import shutil
@@ -90,26 +91,36 @@ def torch_cuda() -> str | None:
 
 
 def kernels() -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
-    """Compute capabilities for which the installed vLLM holds machine code, and those for which it holds PTX.
-
-    Read from the headers of the CUDA fat binaries in its extension ``_C``: a magic number, then for each entry its kind
-    (1 PTX, 2 machine code), the sizes of its header and its code, and the capability times ten.
-    """
+    """Compute capabilities for which the installed vLLM holds machine code, and those for which it holds PTX."""
     binary, ptx = set(), set()
     for path in Path(metadata.distribution("vllm").locate_file("vllm")).glob("_C*.so"):
-        content = path.read_bytes()
-        at = content.find(b"\x50\xed\x55\xba")
-        while at >= 0:
-            version, header, size = struct.unpack_from("<HHQ", content, at + 4)
-            entry, end = at + header, at + header + size
-            while version == 1 and entry + 32 <= min(end, len(content)):
-                kind, _, header, length = struct.unpack_from("<HHIQ", content, entry)
-                (capability,) = struct.unpack_from("<I", content, entry + 28)
-                (binary if kind == 2 else ptx).add(divmod(capability, 10))
-                if header == 0:
-                    break
-                entry += header + length
-            at = content.find(b"\x50\xed\x55\xba", at + 4)
+        held = _kernels_of(path)
+        binary |= held[0]
+        ptx |= held[1]
+    return binary, ptx
+
+
+@functools.cache  # hundreds of MB, which do not change while a lab runs: each run asks
+def _kernels_of(path: Path) -> tuple[set[tuple[int, int]], set[tuple[int, int]]]:
+    """What one library holds, by the headers of the CUDA fat binaries in it.
+
+    A magic number, then for each entry its kind (1 PTX, 2 machine code), the sizes of its header and its code, and the
+    capability times ten.
+    """
+    binary, ptx = set(), set()
+    content = path.read_bytes()
+    at = content.find(b"\x50\xed\x55\xba")
+    while at >= 0:
+        version, header, size = struct.unpack_from("<HHQ", content, at + 4)
+        entry, end = at + header, at + header + size
+        while version == 1 and entry + 32 <= min(end, len(content)):
+            kind, _, header, length = struct.unpack_from("<HHIQ", content, entry)
+            (capability,) = struct.unpack_from("<I", content, entry + 28)
+            (binary if kind == 2 else ptx).add(divmod(capability, 10))
+            if header == 0:
+                break
+            entry += header + length
+        at = content.find(b"\x50\xed\x55\xba", at + 4)
     return binary, ptx
 
 

@@ -504,11 +504,11 @@ class _LiveRun:
             began.append((self.server.now(), time.time()))
             self.sampler.highest_gib()
 
-        if "allocator" in self.instruments:
+        before = self._counters() if self.several else {}
+        if self.several and "allocator" in self.instruments:
             self.server.rpc("memlab_reset_peaks")
-        if "snapshot" in self.instruments:
+        if self.several and "snapshot" in self.instruments:
             self.server.rpc("memlab_begin_history")
-        before = self._counters()
         self.latency = traffic.send(
             self.server, load, str(self.served), self.folder, self.seed + number, self.tick, begin, warm
         )

@@ -231,11 +231,11 @@ def activation(*records: RunRecord, replayed: bool = False) -> Plot:
     """
     if not records or any(record.stated is None or record.stated.activation_gib is None for record in records):
         raise ValueError("this figure needs runs whose vLLM stated its activation")
-    points = sorted(
+    points = [
         (record.flags.resolved["max_num_batched_tokens"], record.stated.activation_gib, plots.predicted(record))
-        for record in _by_tokens(records)
-    )
-    tokens = list(dict.fromkeys(point[0] for point in points))
+        for record in records
+    ]
+    tokens = sorted({at for at, _, _ in points})
     stated = {at: [gib for each, gib, _ in points if each == at] for at in tokens}
     expected = {
         at: next((view.activation_gib for each, _, view in points if each == at and view), None) for at in tokens
@@ -258,10 +258,6 @@ def activation(*records: RunRecord, replayed: bool = False) -> Plot:
     )
 
 
-def _by_tokens(records):
-    return sorted(records, key=lambda record: record.flags.resolved["max_num_batched_tokens"])
-
-
 def _draw_activation(tokens, stated, expected, ink: str) -> Figure:
     figure, axes = plots.subplots(ink, 7.5, 3.4)
     known = [at for at in tokens if expected[at] is not None]
@@ -281,7 +277,7 @@ def _draw_activation(tokens, stated, expected, ink: str) -> Figure:
     axes.set(xlabel="max_num_batched_tokens", ylabel="activation, GiB")
     axes.set_xlim(0, max(tokens) * 1.08)
     axes.set_ylim(0, max(max(each) for each in stated.values()) * 1.2)
-    axes.set_xticks(tokens, [f"{at:,}" for at in tokens], rotation=0)
+    axes.set_xticks(tokens, [f"{at:,}" for at in tokens])
     _legend(figure, ink)
     return figure
 
