@@ -265,6 +265,13 @@ def test_the_hidden_vllm_is_really_hidden(tmp_path):
     assert done.stdout.split() == ["None", "none"], done.stderr
 
 
+def test_a_recorded_run_that_a_lab_asks_for_is_never_started(monkeypatch):
+    monkeypatch.setenv("MEMLAB_MODE", "live")
+    flags = ServeFlags(gpu_memory_utilization=0.25, max_model_len=32768, enforce_eager=True)
+    found = lab.recorded("mistral-7b-v0.1", flags, lab="03-paged-kv-cache")
+    assert (found.model.name, found.machine.name) == ("mistral-7b-v0.1", "h200")
+
+
 def test_a_miss_in_replay_says_what_is_there(monkeypatch):
     monkeypatch.setenv("MEMLAB_MODE", "replay")
     if not record.read_all():

@@ -61,7 +61,7 @@ def test_decode_is_compared_with_prefill_of_one_request_at_a_time_only():
     found = replace(found, loads=[*found.loads, together])
     rows = {row[0]: row[1:] for row in traffic_plots.speeds(found).table.rows}
     assert set(rows) == {"500", "8,000"}
-    assert rows["8,000"] == ("36,364 tokens/s to 40,000 tokens/s", "115 tokens/s")
+    assert rows["8,000"] == ("36,364 tokens/s to 40,000 tokens/s", "110 tokens/s"), "9.1 ms between two tokens on average"
 
 
 def test_a_pool_that_is_full_counts_its_preemptions_and_its_flat_memory():
@@ -89,6 +89,14 @@ def test_what_the_prefix_cache_gave_stands_beside_the_waits():
 def test_the_tokens_of_a_pool_follow_from_the_bytes_of_a_token():
     rows = traffic_plots.pool_table(fixtures.cuda_record()).rows
     assert rows[0][3] == "132,710 tokens", "16.2 GiB over 128 KiB"
+
+
+def test_a_pool_that_was_given_is_not_rounded_as_the_log_rounds_it():
+    base = fixtures.cpu_record()
+    flags = replace(base.flags, resolved={**base.flags.resolved, "kv_cache_memory_bytes": 16 << 20})
+    small = replace(base.ranks[0], stated=replace(base.stated, kv_cache_gib=0.02))
+    rows = traffic_plots.pool_table(replace(base, flags=flags, ranks=[small])).rows
+    assert rows[0][1:4:2] == ("16 MiB", "8,192 tokens")
 
 
 @pytest.mark.parametrize("figure", ["by_load", "speeds", "allocator", "trace", "pool", "waits", "throughput"])

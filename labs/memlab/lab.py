@@ -271,7 +271,7 @@ def run(
     if unknown:
         raise MemlabError(f"no instrument {', '.join(unknown)}: there are {', '.join(INSTRUMENTS)}")
     if place.replayed:
-        return _replay(model, flags, traffic, card, lab, instruments, on_phase)
+        return recorded(model, flags, traffic, card, lab=lab, instruments=instruments, on_phase=on_phase)
     if instruments and place.backend == "cpu":
         raise MemlabError("vLLM's CPU backend has no caching allocator to read: leave instruments out")
     played = cards.find(card) if card else None
@@ -343,7 +343,21 @@ def _made(folder: Path) -> Path:
     return folder
 
 
-def _replay(model, flags, traffic, card, lab, instruments, on_phase) -> RunRecord:
+def recorded(
+    model: str,
+    flags: ServeFlags,
+    traffic: Traffic | list[Traffic] | None = None,
+    card: str | None = None,
+    *,
+    lab: str = "adhoc",
+    instruments: tuple[str, ...] = (),
+    on_phase=progress_line,
+) -> RunRecord:
+    """The recorded run of these settings, whatever the mode; the arguments are those of ``run``.
+
+    Raises:
+        RecordError: for a run that is not recorded; it names the nearest.
+    """
     found = record.find(record.read_all(), lab, model, flags, traffic, card, instruments=instruments)[0]
     if on_phase:
         print(f"Replayed: {found.where()}", flush=True)

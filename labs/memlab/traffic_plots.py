@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from memlab import plots, shapes
 from memlab.errors import ShapeError
-from memlab.ledger import MemoryLedger
 from memlab.plots import LINES, Plot, Table, capitalised
 from memlab.record import Load, RunRecord, Traffic
 from memlab.units import GIB, show_gib, show_tokens
@@ -166,8 +165,9 @@ def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:
 def speeds(*records: RunRecord, replayed: bool = False) -> Plot:
     """Tokens a second of one request at a time: while its prompt is read, and while its answer is written.
 
-    Prefill counts the prompt's tokens over the time to first token, decode one token over the median inter-token
-    latency. Loads of several requests at once are left out.
+    Prefill counts the prompt's tokens over the time to first token, decode one token over the mean inter-token
+    latency: tokens that reach the client in one piece have no time between them, which a median would take for speed.
+    Loads of several requests at once are left out.
 
     Raises:
         ValueError: where no load sent one request at a time.
@@ -180,7 +180,7 @@ def speeds(*records: RunRecord, replayed: bool = False) -> Plot:
                 name = load_name(load.traffic)
                 tokens = load.traffic.input_tokens
                 prefill.setdefault(name, []).extend(tokens * 1000 / ms for ms in load.latency.ttft_samples_ms)
-                decode.setdefault(name, []).append(1000 / load.latency.itl_ms["p50"])
+                decode.setdefault(name, []).append(1000 / load.latency.itl_ms["mean"])
     if not prefill:
         raise ValueError("no load here sent one request at a time")
     names = list(prefill)
@@ -564,10 +564,9 @@ def pool_table(*records: RunRecord) -> Table:
     """Each pool in GiB, in tokens as vLLM states it and by the bytes of a token, and what its concurrency means."""
     rows = []
     for record, label in zip(records, plots.labels(*records), strict=True):
-        kv, stated = record.kv, record.stated
-        size = stated.kv_cache_gib if stated else None
+        kv, size = record.kv, _pool_gib(record)
         longest = record.flags.resolved.get("max_model_len")
-        by_bytes = _tokens_by_bytes(record, stated)
+        by_bytes = _tokens_by_bytes(record, size)
         rows.append(
             (
                 label or record.model.name,
@@ -581,9 +580,17 @@ def pool_table(*records: RunRecord) -> Table:
     return Table("What the pool holds", header, tuple(rows))
 
 
-def _tokens_by_bytes(record: RunRecord, stated: MemoryLedger | None) -> int | None:
+def _pool_gib(record: RunRecord) -> float | None:
+    """The pool as it was given, to the byte; else as stated, which the log rounds."""
+    if record.stated is None or not record.stated.pool_given:
+        return record.stated.kv_cache_gib if record.stated else None
+    given = record.flags.resolved.get("kv_cache_memory_bytes")
+    return record.stated.kv_cache_gib if given is None else given / GIB
+
+
+def _tokens_by_bytes(record: RunRecord, pool_gib: float | None) -> int | None:
     """The pool over the bytes that one token takes in every layer."""
-    if stated is None or stated.kv_cache_gib is None:
+    if pool_gib is None:
         return None
     try:
         shape = shapes.from_config(record.model.shape)
@@ -591,4 +598,4 @@ def _tokens_by_bytes(record: RunRecord, stated: MemoryLedger | None) -> int | No
         return None
     given = record.flags.resolved.get("kv_cache_dtype") or "auto"
     ranks = record.flags.resolved.get("tensor_parallel_size") or 1
-    return int(stated.kv_cache_gib * GIB / shape.kv_bytes_per_token(given, tensor_parallel_size=ranks))
+    return int(pool_gib * GIB / shape.kv_bytes_per_token(given, tensor_parallel_size=ranks))
