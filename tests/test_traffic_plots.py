@@ -61,7 +61,7 @@ def test_decode_is_compared_with_prefill_of_one_request_at_a_time_only():
     found = replace(found, loads=[*found.loads, together])
     rows = {row[0]: row[1:] for row in traffic_plots.speeds(found).table.rows}
     assert set(rows) == {"500", "8,000"}
-    assert rows["8,000"] == ("36,364 tokens/s to 40,000 tokens/s", "110 tokens/s"), "9.1 ms between two tokens on average"
+    assert rows["8,000"] == ("36,364 tokens/s to 40,000 tokens/s", "110 tokens/s"), "9.1 ms each on average"
 
 
 def test_a_pool_that_is_full_counts_its_preemptions_and_its_flat_memory():
