@@ -275,6 +275,7 @@ def settings(run: record.RunRecord) -> dict[str, str]:
         "card": run.card or "none",
         "vLLM": engine.vllm,
         **{name: setting(name, value) for name, value in known.items()},
+        "instruments": " ".join(run.instruments) or "none",
         "traffic": traffic_of(run),
         "repeat": str(run.repeat),
     }
