@@ -408,7 +408,7 @@ def test_who_asks_for_less_motion_steps_and_is_offered_no_run(open_table):
     tab.emulate_media(reduced_motion="no-preference")
     press(tab, "Run")
     tab.emulate_media(reduced_motion="reduce")
-    assert tab.evaluate("document.querySelector('.memlab-block-table button[hidden]').textContent") == "Run"
+    tab.locator(".memlab-block-table button[hidden]", has_text="Run").wait_for(state="hidden")
 
 
 @pytest.mark.browser

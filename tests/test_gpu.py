@@ -74,7 +74,7 @@ def test_host_memory_of_a_group_rises_with_what_it_touches():
 def test_memory_that_two_processes_share_is_counted_once():
     code = (
         "import mmap, os, time; m = mmap.mmap(-1, 200 << 20); m.write(b'x' * (200 << 20)); "
-        "pid = os.fork(); m.seek(0); m.read(); print(os.getpid(), flush=True); time.sleep(60)"
+        "pid = os.fork(); m.seek(0); m.read(); os.write(1, b'%d\\n' % os.getpid()); time.sleep(60)"
     )
     child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
     try:
