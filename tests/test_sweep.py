@@ -89,7 +89,7 @@ def runs(monkeypatch):
     """A machine whose runs are made up: what is run is noted, and becomes a record."""
     made: list[record.RunRecord] = []
 
-    def run(model, flags, traffic, card, mode, *, lab, instruments, gpus, on_phase, warm):
+    def run(model, flags, traffic, card, mode, *, lab, instruments, variables, neighbour, gpus, on_phase, warm):
         if flags.max_num_seqs == 13:
             raise MemlabError("no luck")
         found = cuda_record(f"synthetic-{len(made)}", lab=lab, flags=record.Flags(flags.set(), {}), traffic=traffic)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from memlab import cards, checks, gpu, metrics, models, record, server, traffic, vllm_log, vllm_main
+from memlab import cards, checks, doctor, gpu, metrics, models, record, server, traffic, vllm_log, vllm_main
 from memlab.errors import FlagError, MemlabError, RecordError, ServerError
 from memlab.flags import ServeFlags, check
 from memlab.ledger import MemoryLedger, Prediction, predict, weights_gib
@@ -28,6 +28,7 @@ from memlab.record import (
     Load,
     Machine,
     Model,
+    Neighbour,
     Rank,
     RunRecord,
     Timeline,
@@ -50,6 +51,8 @@ INSTRUMENTS = {
 }
 READER = ("--worker-extension-cls", "memlab.worker_extension.MemoryReader")
 READER_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
+STEERING = ("VLLM_", "PYTORCH_", "TORCH_", "NCCL_", "CUDA_MODULE_LOADING")  # what a run's own variables begin with
+FAILED = ("failed_to_start", "out_of_memory")
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 TRACE_BUCKETS = 150  # at most four times as many points of an allocator's history
 
@@ -226,6 +229,8 @@ def run(
     *,
     lab: str = "adhoc",
     instruments: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+    neighbour: Neighbour | None = None,
     gpus: list[str] | None = None,
     seed: int = 0,
     timeout_s: float = 900,
@@ -250,6 +255,8 @@ def run(
         lab: whose run it is.
         instruments: what to read besides (``INSTRUMENTS``). They disturb: the record names them, and latency comes from
             runs without them.
+        variables: of the server's environment (``STEERING``), for what has no flag.
+        neighbour: another process on the same GPUs.
         gpus: UUIDs to choose from; None for all.
         seed: of the traffic.
         timeout_s: for the start.
@@ -270,10 +277,16 @@ def run(
     unknown = sorted(set(instruments) - set(INSTRUMENTS))
     if unknown:
         raise MemlabError(f"no instrument {', '.join(unknown)}: there are {', '.join(INSTRUMENTS)}")
+    strangers = [name for name in variables or {} if not name.startswith(STEERING)]
+    if strangers:
+        raise MemlabError(f"{', '.join(strangers)} is no variable of vLLM or PyTorch: set it in your shell instead")
     if place.replayed:
-        return recorded(model, flags, traffic, card, lab=lab, instruments=instruments, on_phase=on_phase)
+        more = {"instruments": instruments, "variables": variables, "neighbour": neighbour}
+        return recorded(model, flags, traffic, card, lab=lab, **more, on_phase=on_phase)
     if instruments and place.backend == "cpu":
         raise MemlabError("vLLM's CPU backend has no caching allocator to read: leave instruments out")
+    if neighbour and place.backend == "cpu":
+        raise MemlabError("a neighbour takes a GPU's memory, and the CPU backend has none: leave neighbour out")
     played = cards.find(card) if card else None
     if played:
         _check_emulation(place, played, flags)
@@ -291,7 +304,7 @@ def run(
         devices = stack.enter_context(claim_gpus(flags.world_size, gpus)) if place.backend == "cuda" else []
         if played:
             stack.enter_context(ballast(devices, played.total_gib, folder))
-        asked = (model, flags, traffic, played, lab, tuple(instruments), seed)
+        asked = (model, flags, traffic, played, lab, tuple(instruments), dict(variables or {}), neighbour, seed)
         live = _LiveRun(place, asked, folder, devices, on_phase, each_half_second, warm)
         live.run(timeout_s)
     return live.record
@@ -309,7 +322,7 @@ def _check_emulation(place: Here, card: cards.Card, flags: ServeFlags) -> None:
 
 
 @contextlib.contextmanager
-def ballast(devices: list[gpu.Device], free_gib: float, folder: Path):
+def ballast(devices: list[gpu.Device], free_gib: float, folder: Path, name: str = "ballast"):
     """Hold each GPU's memory so that only ``free_gib`` are free, as long as the context lasts.
 
     Raises:
@@ -321,7 +334,7 @@ def ballast(devices: list[gpu.Device], free_gib: float, folder: Path):
             held = threading.Event()
             child = Child(
                 [sys.executable, "-m", "memlab.ballast", str(free_gib)],
-                folder / f"ballast-{device.index}.log",
+                folder / f"{name}-{device.index}.log",
                 server.device_variables([device.uuid]),
                 lambda line, held=held: held.set() if line.startswith("{") else None,
             )
@@ -351,6 +364,8 @@ def recorded(
     *,
     lab: str = "adhoc",
     instruments: tuple[str, ...] = (),
+    variables: dict[str, str] | None = None,
+    neighbour: Neighbour | None = None,
     on_phase=progress_line,
 ) -> RunRecord:
     """The recorded run of these settings, whatever the mode; the arguments are those of ``run``.
@@ -358,7 +373,8 @@ def recorded(
     Raises:
         RecordError: for a run that is not recorded; it names the nearest.
     """
-    found = record.find(record.read_all(), lab, model, flags, traffic, card, instruments=instruments)[0]
+    more = {"instruments": instruments, "variables": variables, "neighbour": neighbour}
+    found = record.find(record.read_all(), lab, model, flags, traffic, card, **more)[0]
     if on_phase:
         print(f"Replayed: {found.where()}", flush=True)
     return found
@@ -408,7 +424,7 @@ class _LiveRun:
     """One live run, from the model's folder to the record on disk."""
 
     def __init__(self, place, asked, folder, devices, on_phase, tick, warm):
-        model, flags, traffic_, card, self.lab, self.instruments, self.seed = asked
+        model, flags, traffic_, card, self.lab, self.instruments, self.variables, self.neighbour, self.seed = asked
         self.place, self.model, self.folder = place, model, folder
         self.devices, self.tick, self.card = devices, tick, card
         self.traffic = traffic_ or None
@@ -425,9 +441,17 @@ class _LiveRun:
         if self.instruments:
             flags, env = flags.with_(extra=(*flags.extra, *READER)), {**env, **READER_ENV}
         self.flags = flags
+        self.told = on_phase
         self.server = server.Server(
-            str(self.served), flags, folder, [device.uuid for device in devices], env, on_phase=on_phase, warm=warm
+            str(self.served),
+            flags,
+            folder,
+            [device.uuid for device in devices],
+            {**env, **self.variables},
+            on_phase=self._phase_began,
+            warm=warm,
         )
+        self.beside = contextlib.ExitStack()  # the neighbour, as long as it is there
         self.latency = self.kv = self.series = self.back = self.error = None
         self.outcome = "failed_to_start"
         self.loads: list[Load] = []
@@ -447,7 +471,29 @@ class _LiveRun:
             max_num_seqs=resolved.max_num_seqs,
         )
 
+    def _phase_began(self, phase: str, seconds: float) -> None:
+        if self.neighbour and phase == self.neighbour.leaves_in:
+            self.beside.close()
+        if self.told:
+            self.told(phase, seconds)
+
+    def _comes(self, when: str) -> None:
+        """The neighbour takes its memory, if this is its time."""
+        if self.neighbour and self.neighbour.comes == when:
+            self.beside.enter_context(ballast(self.devices, self.neighbour.leaves_free_gib, self.folder, "neighbour"))
+
     def run(self, timeout_s: float) -> None:
+        with self.beside:
+            self._comes("before")
+            interrupted = self._watched(timeout_s)
+        self.record = self._record(self.sampler)
+        record.write(self.record, self.folder)
+        if interrupted:
+            print(f"Stopped; what was measured is kept in {self.folder / self.record.id}.json", flush=True)
+            raise interrupted
+
+    def _watched(self, timeout_s: float) -> KeyboardInterrupt | None:
+        """From the start to the end of the server, with its memory watched; an interrupt is for the caller to raise."""
         interrupted = None
         self.sampler = sampler = self._sampler()
         with sampler, contextlib.ExitStack() as self.stack:
@@ -465,12 +511,9 @@ class _LiveRun:
             finally:
                 self.stack.close()
                 self.server.stop()
+                self.beside.close()
                 self.back = self.server.memory_back()
-        self.record = self._record(sampler)
-        record.write(self.record, self.folder)
-        if interrupted:
-            print(f"Stopped; what was measured is kept in {self.folder / self.record.id}.json", flush=True)
-            raise interrupted
+        return interrupted
 
     def _sampler(self):
         uuids = self.server.uuids
@@ -492,6 +535,7 @@ class _LiveRun:
         self.outcome = "ok"
         found = metrics.read(self.server.get("/metrics"))
         self.kv = found.kv if found else None
+        self._comes("when_ready")
         if not wanted:
             return
         died = False
@@ -610,7 +654,8 @@ class _LiveRun:
         engine = self._engine()
         given = {**self.given.set(), **({"extra": list(self.given.extra)} if self.given.extra else {})}
         card = self.card.name if self.card else None
-        stem = record.make_id(machine, engine, self.model, self.given, self.traffic, card, 0)[:-1]
+        asked = (self.model, self.given, self.traffic, card, 0, self.neighbour)
+        stem = record.make_id(machine, engine, *asked)[:-1]
         repeat = next_repeat(stem)
         error = self.error
         if sampler.error:
@@ -635,11 +680,25 @@ class _LiveRun:
             series=self.series,
             latency=None if self.several else self.latency,
             instruments=sorted(self.instruments),
+            variables=self.variables,
+            neighbour=self.neighbour,
             kv=self.kv,
             memory_back=self.back,
             error=error,
+            finding=self._finding(machine.total_gib),
             log=vllm_log.memory_lines(events),
         )
+
+    def _finding(self, total_gib: float | None) -> dict[str, object] | None:
+        """What the doctor makes of a run that failed."""
+        if self.outcome not in FAILED:
+            return None
+        config = self.shape.to_config() if self.shape else None
+        try:
+            found = doctor.finding(self.server.events, self.given, config, self.card, total_gib)
+        except MemlabError:
+            return None
+        return record.without_none(found)
 
     def _foreign_gib(self, number: int) -> float | None:
         if not self.devices or self.server.foreign[number] is None:

@@ -10,6 +10,7 @@ import math
 import re
 import types
 import typing
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Literal
@@ -87,6 +88,7 @@ class Traffic:
 
     ``shared_prefix_tokens`` of the input are the same in every request. ``requests_per_s`` spreads the requests over
     time, at random intervals of that mean rate. ``range_ratio`` varies both lengths by up to this share of them.
+    ``prompt_logprobs`` asks for the log-probabilities of the prompt's own tokens, so many alternatives for each.
     """
 
     input_tokens: int
@@ -96,6 +98,19 @@ class Traffic:
     shared_prefix_tokens: int | None = None
     requests_per_s: float | None = None
     range_ratio: float | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class Neighbour:
+    """Another process on the same GPUs. It takes memory until only ``leaves_free_gib`` are free on each.
+
+    It is there before the server, or comes when the server is ready; and it goes when the phase ``leaves_in`` begins.
+    """
+
+    leaves_free_gib: float
+    comes: Literal["before", "when_ready"] = "before"
+    leaves_in: str | None = None
 
 
 @dataclass(frozen=True)
@@ -219,6 +234,9 @@ class MemoryBack:
 
 @dataclass(frozen=True)
 class RunRecord:
+    """One run. ``variables`` are those that it was given beside its flags; ``finding`` is the doctor's, where it
+    failed (``doctor.Diagnosis.to_dict``)."""
+
     id: str
     lab: str
     recorded_at: str
@@ -242,6 +260,8 @@ class RunRecord:
     kv: KVCache | None = None
     memory_back: MemoryBack | None = None
     instruments: list[str] = field(default_factory=list)
+    variables: dict[str, str] = field(default_factory=dict)
+    neighbour: Neighbour | None = None
     error: str | None = None
     finding: dict[str, object] | None = None
     log: list[str] = field(default_factory=list)
@@ -395,13 +415,14 @@ def from_dict(data: dict) -> RunRecord:
 
 def to_dict(record: RunRecord) -> dict:
     """The record for JSON, without what is None: a term that a view cannot know is absent."""
+    return without_none(asdict(record))
 
-    def strip(value):
-        if isinstance(value, dict):
-            return {key: strip(element) for key, element in value.items() if element is not None}
-        return [strip(element) for element in value] if isinstance(value, list | tuple) else value
 
-    return strip(asdict(record))
+def without_none(value):
+    """Data for JSON, with no key whose value is None at any depth."""
+    if isinstance(value, dict):
+        return {key: without_none(element) for key, element in value.items() if element is not None}
+    return [without_none(element) for element in value] if isinstance(value, list | tuple) else value
 
 
 # ---- what a record must satisfy beyond its types ----
@@ -567,7 +588,15 @@ def memory_flags(
 
 
 def differences(
-    record: RunRecord, lab: str, model: str, asked: flags.ServeFlags, traffic, card, instruments=()
+    record: RunRecord,
+    lab: str,
+    model: str,
+    asked: flags.ServeFlags,
+    traffic,
+    card,
+    instruments=(),
+    variables: Mapping[str, str] | None = None,
+    neighbour: Neighbour | None = None,
 ) -> dict:
     """Where a record differs from what is asked for: name to (asked, recorded)."""
     found = {}
@@ -577,6 +606,8 @@ def differences(
         ("card", card, record.card),
         ("traffic", traffic or None, record.sent),
         ("instruments", sorted(instruments), sorted(record.instruments)),
+        ("variables", dict(variables or {}), record.variables),
+        ("neighbour", neighbour, record.neighbour),
     ):
         if wanted != recorded:
             found[name] = (wanted, recorded)
@@ -609,6 +640,8 @@ def find(
     machine: str | None = None,
     vllm: str | None = None,
     instruments: tuple[str, ...] = (),
+    variables: Mapping[str, str] | None = None,
+    neighbour: Neighbour | None = None,
 ) -> list[RunRecord]:
     """The recorded repeats of a run.
 
@@ -622,7 +655,8 @@ def find(
     ]
     if not pool:
         raise RecordError(f"no run is recorded on {machine or 'any machine'}: run the lab live")
-    gaps = [(differences(record, lab, model, asked, traffic, card, instruments), record) for record in pool]
+    more = (instruments, variables, neighbour)
+    gaps = [(differences(record, lab, model, asked, traffic, card, *more), record) for record in pool]
     matches = [record for gap, record in gaps if not gap]
     if matches:
         return sorted(matches, key=lambda record: record.repeat)
@@ -639,9 +673,19 @@ def _plain(traffic: Traffic | list[Traffic] | None):
     return given and {key: value for key, value in given.items() if value is not None or key == "concurrency"}
 
 
-def make_id(machine: Machine, engine: Engine, model: str, asked: flags.ServeFlags, traffic, card, repeat: int) -> str:
+def make_id(
+    machine: Machine,
+    engine: Engine,
+    model: str,
+    asked: flags.ServeFlags,
+    traffic,
+    card,
+    repeat: int,
+    neighbour: Neighbour | None = None,
+) -> str:
     """A readable id: machine, version, model, a hash of everything else that was asked for, and the repeat."""
-    rest = json.dumps([asdict(asked), _plain(traffic), card, engine.environment], sort_keys=True)
+    more = [asdict(neighbour)] if neighbour else []
+    rest = json.dumps([asdict(asked), _plain(traffic), card, engine.environment, *more], sort_keys=True)
     digest = hashlib.sha256(rest.encode()).hexdigest()[:6]
     kind = "eager" if asked.enforce_eager else "graphs"
     if engine.backend == "cpu":

@@ -1,5 +1,6 @@
 """A vLLM server as a child process: start it, wait for it, watch it, stop it, and see its memory come back."""
 
+import http.client
 import json
 import re
 import socket
@@ -173,14 +174,22 @@ class Server:
         Raises:
             ServerError: where the server does not answer.
         """
-        body = json.dumps({"method": method, "args": arguments, "timeout": timeout_s}).encode()
-        request = urllib.request.Request(self.url + "/collective_rpc", body, {"Content-Type": "application/json"})
+        body = {"method": method, "args": arguments, "timeout": timeout_s}
+        return self.post("/collective_rpc", body, timeout_s).get("results", [])
+
+    def post(self, path: str, body: dict, timeout_s: float = 120) -> dict:
+        """The server's answer to JSON, parsed; an empty one is an empty dict.
+
+        Raises:
+            ServerError: where it does not answer, or refuses.
+        """
+        data, kind = json.dumps(body).encode(), {"Content-Type": "application/json"}
         try:
-            with _direct.open(request, timeout=timeout_s) as answer:
+            with _direct.open(urllib.request.Request(self.url + path, data, kind), timeout=timeout_s) as answer:
                 text = answer.read()
-        except (OSError, ValueError) as error:
-            raise ServerError(f"the server does not answer {method}: {error}") from error
-        return json.loads(text)["results"] if text else []
+            return json.loads(text) if text else {}
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            raise ServerError(f"the server does not answer {path}: {error}") from error
 
     @property
     def alive(self) -> bool:

@@ -5,12 +5,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from memlab import checks, lab, process, record
 from memlab.errors import MemlabError
 from memlab.flags import ServeFlags
-from memlab.record import RunRecord, Traffic
+from memlab.record import Neighbour, RunRecord, Traffic
 from memlab.units import show_seconds
 
 
@@ -23,6 +23,8 @@ class Setting:
     traffic: Traffic | list[Traffic] | None = None
     card: str | None = None
     instruments: tuple[str, ...] = ()
+    variables: dict[str, str] = field(default_factory=dict)
+    neighbour: Neighbour | None = None
     lab: str = "sweep"
     repeats: int = 1
     seconds: float = 90.0
@@ -37,6 +39,8 @@ class Setting:
             mode,
             lab=self.lab,
             instruments=self.instruments,
+            variables=self.variables,
+            neighbour=self.neighbour,
             on_phase=None,
             **options,
         )
@@ -59,7 +63,9 @@ def from_dict(data: dict) -> Setting:
             [Traffic(**each) for each in given] if isinstance(given, list) else Traffic(**given) if given else None
         )
         flags, instruments = ServeFlags(**data.get("flags", {})), tuple(data.get("instruments", ()))
-        return Setting(**{**data, "flags": flags, "traffic": traffic, "instruments": instruments})
+        neighbour = Neighbour(**data["neighbour"]) if data.get("neighbour") else None
+        read = {"flags": flags, "traffic": traffic, "instruments": instruments, "neighbour": neighbour}
+        return Setting(**{**data, **read})
     except TypeError as error:
         raise MemlabError(f"no setting: {data} ({error})") from error
 
@@ -72,7 +78,15 @@ def recorded(setting: Setting, known: Iterable[RunRecord], machine: str, vllm: s
         if (found.machine.name, found.engine.vllm) == (machine, vllm)
         and found.outcome != "stopped"
         and not record.differences(
-            found, setting.lab, setting.model, setting.flags, setting.traffic, setting.card, setting.instruments
+            found,
+            setting.lab,
+            setting.model,
+            setting.flags,
+            setting.traffic,
+            setting.card,
+            setting.instruments,
+            setting.variables,
+            setting.neighbour,
         )
     ]
 

@@ -1,12 +1,14 @@
 """Load through ``vllm bench serve``."""
 
 import json
+import random
 import statistics
 import subprocess
 import time
+from concurrent import futures
 from pathlib import Path
 
-from memlab.errors import TrafficError
+from memlab.errors import ServerError, TrafficError
 from memlab.record import Latency, Traffic
 from memlab.warm import Warm, start_vllm
 
@@ -31,6 +33,8 @@ def send(
     Raises:
         TrafficError: where the load generator itself fails.
     """
+    if traffic.prompt_logprobs is not None:
+        return _send_whole(server, traffic, model, seed, tick, on_start)
     result = folder / "bench.json"
     result.unlink(missing_ok=True)
     prefix = traffic.shared_prefix_tokens or 0
@@ -76,6 +80,56 @@ def send(
         tail = "\n".join((folder / "bench.log").read_text(errors="replace").splitlines()[-15:])
         raise TrafficError(f"vllm bench serve ended with code {code} and no result; its last lines:\n{tail}")
     return latency(json.loads(result.read_text()))
+
+
+def _send_whole(server, traffic: Traffic, model: str, seed: int, tick, on_start) -> Latency | None:
+    """Requests whose answers come in one piece: vLLM gives log-probabilities of a prompt no other way, and its load
+    generator only streams (vllm/entrypoints/openai/completion/protocol.py, 0.32). The prompt is sent as token ids.
+    """
+    chance = random.Random(seed)
+    body = {"model": model, "max_tokens": traffic.output_tokens, "ignore_eos": True, "temperature": 0}
+    body["prompt_logprobs"] = traffic.prompt_logprobs
+    prompts = [[chance.randrange(2, 200) for _ in range(traffic.input_tokens)] for _ in range(traffic.requests)]
+
+    def ask(prompt: list[int]) -> float | None:
+        began = time.perf_counter()
+        try:
+            answer = server.post("/v1/completions", {**body, "prompt": prompt}, timeout_s=300)
+        except ServerError:
+            return None
+        return time.perf_counter() - began if answer.get("choices") else None
+
+    on_start()
+    start = time.perf_counter()
+    with futures.ThreadPoolExecutor(traffic.concurrency or traffic.requests) as pool:
+        waiting = {pool.submit(ask, prompt) for prompt in prompts}
+        sent = set(waiting)
+        while waiting:
+            _, waiting = futures.wait(waiting, timeout=0.5)
+            if tick:
+                tick("traffic", time.perf_counter() - start)
+            if not server.alive:
+                for one in waiting:
+                    one.cancel()
+    took = time.perf_counter() - start
+    times = sorted(1000 * second for one in sent if not one.cancelled() and (second := one.result()) is not None)
+    if not times and not server.alive:
+        return None
+    quantiles = statistics.quantiles(times, n=100, method="inclusive") if len(times) > 1 else times * 99
+    picked = {f"p{p}": round(quantiles[int(p) - 1], 3) for p in PERCENTILES.split(",")} if times else {}
+    read, written = len(times) * traffic.input_tokens, len(times) * traffic.output_tokens
+    return Latency(
+        ttft_ms={},
+        itl_ms={},
+        e2el_ms={"mean": round(statistics.fmean(times), 3), **picked} if times else {},
+        completed=len(times),
+        failed=traffic.requests - len(times),
+        duration_s=round(took, 4),
+        output_tokens_per_s=round(written / took, 2),
+        total_tokens_per_s=round((read + written) / took, 2),
+        input_tokens=read,
+        output_tokens=written,
+    )
 
 
 def latency(result: dict) -> Latency:
