@@ -1,0 +1,373 @@
+"""What a failure of each phase means, which remedies help, which advice cannot, and what only looks like a failure.
+
+A rule is about vLLM: it names messages, flags and steps, never a model.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a failure of one phase means. ``last_line`` is what a reader sees; ``remedies`` name ``REMEDIES``, each with
+    the reason why it helps here, the most usual first; ``useless`` is advice that cannot help at this phase."""
+
+    phase: str
+    last_line: str
+    means: str
+    remedies: tuple[tuple[str, str], ...]
+    useless: tuple[tuple[str, str], ...] = ()
+    paste: tuple[str, ...] = ()
+
+
+_HINT = "--gpu-memory-utilization"
+_REFILLS = "the KV pool takes what it frees, so the headroom stays the same"
+_NOT_YET = "it plans the KV pool, which is sized later"
+_HOST = "it plans memory of the GPU; this is the host's"
+TRACEBACK = "the traceback above the error, from its first line, of the process that failed first"
+START = 'the log from the start of the server: version, "non-default args", "Model loading took", the KV cache lines'
+
+RULES: dict[str, Rule] = {
+    rule.phase: rule
+    for rule in (
+        Rule(
+            "free_memory_at_startup",
+            "Free memory on device … is less than desired GPU memory utilization",
+            "less memory is free on the card than gpu_memory_utilization × total, before anything is loaded",
+            (
+                ("what_is_free", "the budget then fits what is free"),
+                ("end_others", "what others hold counts against what is free"),
+                ("other_gpu", "one on which nobody holds memory"),
+            ),
+            (
+                ("--max-model-len", "nothing is loaded yet: only the budget and what is free are compared"),
+                ("--kv-cache-memory-bytes", "the check is made with the budget all the same"),
+                ("--quantization", "nothing of the model is loaded yet"),
+            ),
+        ),
+        Rule(
+            "other_process_on_gpu",
+            "CUDA out of memory … Process … has … GiB memory in use (of several processes)",
+            "another process holds the memory that was needed",
+            (
+                ("end_others", "it holds what is missing"),
+                ("other_gpu", "set before CUDA starts, else it has no effect and all land on GPU 0"),
+                ("lower_utilization", "each server takes its own share of the total: together below 1"),
+            ),
+            (("--max-model-len", "the memory is held by somebody else"),),
+        ),
+        Rule(
+            "weights_load",
+            "CUDA out of memory while the model loads; Failed to load model - not enough GPU memory",
+            "the weights do not fit the card",
+            (
+                ("more_gpus", "each GPU holds a part of the weights"),
+                ("quantize", "fewer bytes a parameter"),
+                ("offload_weights", "a part of the weights stays in host memory"),
+            ),
+            (
+                (_HINT, f"vLLM's own hint, and no help here: {_NOT_YET}, and weights take what they need"),
+                ("--max-model-len", f"{_NOT_YET}; weights do not depend on it"),
+                ("--max-num-seqs", "weights do not depend on it"),
+                ("--enforce-eager", "graphs are captured after the weights are loaded"),
+                ("--kv-cache-dtype", "it shrinks the KV cache, which is not there yet"),
+            ),
+        ),
+        Rule(
+            "memory_profile",
+            "CUDA out of memory in profile_run or determine_available_memory",
+            "the profiled step, with as many tokens as one step may have, does not fit beside the weights",
+            (
+                ("fewer_tokens", "the profiled step has so many tokens"),
+                ("chunked_prefill", "else the profile runs a prompt of max_model_len in one step"),
+                ("max_model_len", "without chunked prefill the profiled step is as long"),
+                ("fewer_seqs", "the sampler is profiled with so many rows of the vocabulary"),
+                ("more_gpus", "each GPU holds a part of the weights"),
+                ("quantize", "smaller weights leave room for the step"),
+            ),
+            (
+                (_HINT, f"{_NOT_YET}; it does not limit the profiled step"),
+                ("--kv-cache-dtype", "the KV cache is not there yet"),
+            ),
+        ),
+        Rule(
+            "multimodal_profile",
+            "CUDA out of memory after “Encoder cache will be initialized” or in embed_multimodal",
+            "the encoder is profiled with the most and largest images or videos that a request may have, and that does "
+            "not fit beside the weights",
+            (
+                ("mm_limit", "the encoder is profiled with so many"),
+                ("fewer_tokens", "the encoder's budget follows it"),
+                ("fewer_seqs", "so many requests are profiled"),
+                ("more_gpus", "each GPU holds a part of the weights"),
+            ),
+            ((_HINT, f"{_NOT_YET}; it does not limit the profile"),),
+        ),
+        Rule(
+            "profile_assert_free_grew",
+            "Error in memory profiling. Initial free memory …, current free memory …",
+            "more memory was free after the profile than before: another process gave memory back "
+            "meanwhile (with unified memory, the page cache is enough)",
+            (
+                ("alone", "the profile compares free memory before and after"),
+                ("end_others", "end or wait for what else uses this GPU"),
+            ),
+            (
+                ("--gpu-memory-utilization", "nothing ran out: the measurement was disturbed"),
+                ("--max-model-len", "nothing ran out: the measurement was disturbed"),
+            ),
+        ),
+        Rule(
+            "kv_cache_none",
+            "No available memory for the cache blocks",
+            "weights and the profiled step take the whole budget, so nothing is left for the KV cache",
+            (
+                ("raise_utilization", "the budget grows, and all of it goes to the pool"),
+                ("fewer_tokens", "a smaller profiled step leaves more of the budget"),
+                ("chunked_prefill", "else a whole prompt is profiled in one step"),
+                ("fewer_seqs", "fewer rows in the profiled sampler, fewer buffers"),
+                ("mm_limit", "where the model takes images: a smaller profiled encoder"),
+                ("end_others", "early versions of V1 charge to the budget what others hold"),
+                ("no_estimate", "no CUDA graphs to reserve for"),
+                ("more_gpus", "each GPU holds a part of the weights"),
+                ("quantize", "smaller weights leave more of the budget"),
+            ),
+            (("--kv-cache-dtype", "smaller blocks do not help where there is no memory for one"),),
+        ),
+        Rule(
+            "max_model_len_exceeds_kv",
+            "… KV cache is needed, which is larger than the available KV cache memory",
+            "one request of max_model_len needs more KV cache than the pool has",
+            (
+                ("max_model_len", "one request then fits the pool"),
+                ("raise_utilization", "all of the added budget goes to the pool"),
+                ("fp8_kv", "half the bytes a token"),
+                ("fewer_tokens", "a smaller profiled step leaves more for the pool"),
+                ("chunked_prefill", "else a prompt of max_model_len is profiled in one step, which shrinks the pool"),
+                ("no_estimate", "no CUDA graphs to reserve for"),
+                ("more_gpus", "each GPU holds a part of the weights and of each token"),
+                ("quantize", "smaller weights leave more for the pool"),
+            ),
+            (("--max-num-seqs", "one request alone must fit"),),
+        ),
+        Rule(
+            "mamba_blocks_lt_max_num_seqs",
+            "max_num_seqs (…) exceeds available Mamba cache blocks (…)",
+            "a hybrid model needs a state block for each sequence, and the pool has fewer than max_num_seqs",
+            (
+                ("seqs_to_blocks", "each sequence then has its state block"),
+                ("raise_utilization", "a larger pool has more blocks"),
+            ),
+            (("--max-model-len", "a state block is as large for a short sequence"),),
+        ),
+        Rule(
+            "kv_cache_alloc_oom",
+            "CUDA out of memory after the KV cache was sized, in initialize_kv_cache",
+            "the pool was sized, but so much was not free when it was allocated",
+            (
+                ("lower_utilization", "a smaller pool is allocated"),
+                ("fixed_pool", "the pool gets a size that fits"),
+                ("end_others", "somebody may hold memory that the plan counts on"),
+                ("expandable", "the allocator can use pieces that it holds"),
+            ),
+            (("--max-model-len", "the pool is sized by the budget, not by the length"),),
+        ),
+        Rule(
+            "kernel_warmup",
+            "CUDA out of memory in kernel_warmup",
+            "kernels are warmed up and tuned after the pool has taken its share, and their workspace did not fit",
+            (
+                ("lower_utilization", "a smaller pool leaves room for the workspace"),
+                ("fixed_pool", "the pool gets a size that leaves room"),
+                ("smaller_step", "the warm-up runs a step of so many tokens"),
+            ),
+            (("--max-model-len", _REFILLS),),
+        ),
+        Rule(
+            "cuda_graph_capture",
+            "CUDA out of memory while “Capturing CUDA graphs”, in capture_model",
+            "CUDA graphs are captured after the pool has taken its share, and what they need was not left",
+            (
+                ("lower_utilization", "a smaller pool leaves room for the graphs"),
+                ("fixed_pool", "the pool gets a size that leaves room"),
+                ("fewer_graphs", "fewer and smaller graphs"),
+                ("eager", "no graphs are captured"),
+                ("fewer_seqs", "the largest captured batch follows it, up to 512"),
+            ),
+            (
+                ("--max-model-len", _REFILLS),
+                ("--kv-cache-dtype", "the pool keeps its bytes and holds more tokens"),
+            ),
+        ),
+        Rule(
+            "sampler_warmup",
+            "CUDA out of memory occurred when warming up sampler with … dummy requests",
+            "the sampler is warmed up with max_num_seqs rows of the vocabulary after the pool has taken its share",
+            (
+                ("fewer_rows", "the sampler holds so many rows of the vocabulary"),
+                ("lower_utilization", "a smaller pool leaves room for the sampler"),
+                ("fixed_pool", "the pool gets a size that leaves room"),
+                ("expandable", "the allocator can use pieces that it holds"),
+                ("upgrade", "its profile counts the sampler"),
+            ),
+            (
+                ("--max-model-len", _REFILLS),
+                ("--max-num-batched-tokens", "the sampler's rows are requests, not tokens"),
+            ),
+        ),
+        Rule(
+            "nccl_init_oom",
+            "NCCL error … Cuda failure 'out of memory'",
+            "NCCL could not get memory on the device for its communicator",
+            (
+                ("end_others", "something else fills the card"),
+                ("lower_utilization", "where it happens after the pool was allocated"),
+                ("no_nvls", "NCCL's multicast buffers are the largest"),
+                ("no_all_reduce", "no buffers of vLLM's own all-reduce"),
+            ),
+            (("--max-model-len", _REFILLS), ("PYTORCH_CUDA_ALLOC_CONF", "NCCL does not allocate through PyTorch")),
+        ),
+        Rule(
+            "sampler",
+            "CUDA out of memory in apply_top_k_top_p or the sampler",
+            "the sampler sorts max_num_seqs rows of the vocabulary, which was not left beside the pool",
+            (
+                ("fewer_rows", "the sampler holds so many rows of the vocabulary"),
+                ("lower_utilization", "a smaller pool leaves room for the sampler"),
+                ("fixed_pool", "the pool gets a size that leaves room"),
+                ("expandable", "the allocator can use pieces that it holds"),
+            ),
+            (("--max-model-len", _REFILLS),),
+            (START,),
+        ),
+        Rule(
+            "runtime_prefill_spike",
+            "CUDA out of memory while serving, in a kernel of the prefill",
+            "the prefill of a prompt took more than the profile had counted, and the pool leaves no headroom for it",
+            (
+                ("lower_utilization", "a smaller pool leaves headroom"),
+                ("fixed_pool", "the pool gets a size that leaves headroom"),
+                ("smaller_step", "what a prefill step takes beyond the profile grows with its tokens"),
+                ("expandable", "the allocator can use pieces that it holds"),
+            ),
+            (
+                ("--enable-prefix-caching", "it saves work on shared prefixes, not memory of a step"),
+                ("--max-num-seqs", "one prompt is enough"),
+                ("--swap-space", "it is gone since V1, and never held activations"),
+            ),
+        ),
+        Rule(
+            "runtime_logprobs",
+            "CUDA out of memory while serving, in _get_prompt_logprobs_dict or compute_logprobs",
+            "a request asked for logprobs: the logits of every prompt token over the whole vocabulary were not left",
+            (
+                ("no_prompt_logprobs", "no logits of the prompt are kept"),
+                ("smaller_step", "in the first model runner the logits are of a whole step's tokens"),
+                ("lower_utilization", "a smaller pool leaves headroom"),
+                ("fixed_pool", "the pool gets a size that leaves headroom"),
+            ),
+            (
+                ("--max-model-len", _REFILLS),
+                ("--max-logprobs", "the logits are taken over the whole vocabulary before the top is chosen"),
+            ),
+        ),
+        Rule(
+            "runtime_oom",
+            "CUDA out of memory while serving; EngineCore encountered a fatal error",
+            "while serving, an allocation that the profile had not counted found no headroom",
+            (
+                ("lower_utilization", "a smaller pool leaves headroom"),
+                ("fixed_pool", "the pool gets a size that leaves headroom"),
+                ("expandable", "the allocator can use pieces that it holds"),
+                ("smaller_step", "what a step takes beyond the profile grows with its tokens"),
+            ),
+            (
+                ("--max-model-len", _REFILLS),
+                ("--enable-prefix-caching", "cached blocks are free blocks; the pool stays as large"),
+                ("--block-size", "the pool stays as large"),
+                ("--swap-space", "it is gone since V1, and never held activations"),
+            ),
+        ),
+        Rule(
+            "preemption_not_oom",
+            "… is preempted …; Preemptions: …",
+            "the pool of KV-cache blocks is full, so requests are preempted and recomputed: slow, not out of memory",
+            (
+                ("raise_utilization", "a larger pool"),
+                ("fp8_kv", "half the bytes a token"),
+                ("fewer_seqs", "fewer requests share the pool"),
+                ("more_gpus", "each GPU holds a part of each token"),
+            ),
+            (
+                ("--max-num-batched-tokens", "it does not change what a request holds in the pool"),
+                ("PYTORCH_CUDA_ALLOC_CONF", "blocks come from the pool, not from the allocator"),
+            ),
+        ),
+        Rule(
+            "kv_swap_exhausted",
+            "Aborted due to the lack of CPU swap space",
+            "the pool was full and V0's swap space on the CPU too, so a request with several sequences had no place",
+            (
+                ("more_swap", "more room for preempted sequences"),
+                ("raise_utilization", "a larger pool is full later"),
+                ("fewer_seqs", "fewer requests share the pool"),
+                ("max_model_len", "shorter requests hold less"),
+                ("upgrade", "V1 computes preempted requests again and needs no swap"),
+            ),
+            (("PYTORCH_CUDA_ALLOC_CONF", "blocks come from the pool, not from the allocator"),),
+        ),
+        Rule(
+            "host_swap_space_config",
+            "Too large swap space. … out of the … total CPU memory",
+            "V0's swap space is a part of the host's memory, and the host or container has too little",
+            (
+                ("less_swap", "so much of the host's memory is set aside for each GPU"),
+                ("host_memory", "the check compares with what the container may use"),
+            ),
+            (("--gpu-memory-utilization", _HOST), ("--max-model-len", _HOST)),
+        ),
+        Rule(
+            "host_ram_oom",
+            "Killed; exit code 137 (SIGKILL); Cannot allocate memory",
+            "the host's or container's memory ran out, not the GPU's: the kernel ended the process",
+            (
+                ("host_memory", "loading and each worker process take host memory"),
+                ("shared_memory", "workers exchange data through /dev/shm"),
+                ("fewer_loaders", "fewer workers read the checkpoint at once"),
+                ("less_swap", "V0 pins so much for each GPU"),
+                ("less_host_cache", "they are kept in host memory"),
+            ),
+            (
+                ("--gpu-memory-utilization", _HOST),
+                ("--max-model-len", _HOST),
+                ("--max-num-seqs", _HOST),
+                ("--quantization", "the file on disk is what is read; only a smaller checkpoint helps"),
+            ),
+            ("dmesg | grep -i -E 'oom|killed process', or the container's last state (kubectl describe pod)",),
+        ),
+        Rule(
+            "sleep_wake_up",
+            "CUDA Error: out of memory at … cumem_allocator.cpp; wake_up",
+            "the memory given back by sleep could not be taken again at wake-up: something else has it",
+            (
+                ("end_others", "the trainer or another engine took it meanwhile"),
+                ("sleep_level", "the weights come back before the pool needs its share"),
+                ("lower_utilization", "less has to come back"),
+                ("fixed_pool", "the pool to come back has the same size in every version"),
+            ),
+            (
+                ("--max-model-len", _REFILLS),
+                ("PYTORCH_CUDA_ALLOC_CONF", "sleep mode allocates outside PyTorch's segments"),
+            ),
+        ),
+    )
+}  # fmt: skip
+
+HARMLESS = {
+    "autotuner_oom": "FlashInfer's autotuner tries large tactics, catches its own out-of-memory and takes another",
+    "leaked_semaphore": "Python's resource tracker says so whenever a server ends in a hurry",
+    "request_too_long": "one request was refused (HTTP 400); memory has nothing to do with it",
+    "blocks_override": "the small pool of the trial capture that estimates the CUDA graphs, not the pool",
+    "mm_sequence_short": "a warning about requests that may not fit; by itself nothing failed",
+    "memory_summary": "the summary of a start that worked; the refusal with the same first words goes on otherwise",
+    "stopping": "the workers are told to stop; the reason stands above",
+}

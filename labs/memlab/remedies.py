@@ -1,0 +1,234 @@
+"""What can be changed, what it costs, and what it gains: by the ledger that the log states, or by the planner where the
+model's shape is known."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil, floor
+
+from memlab import flags
+from memlab.facts import CONTEXTS_GIB, HIGHEST_UTILIZATION, Facts
+from memlab.ledger import weights_gib
+from memlab.units import GIB, show_gib
+
+_RESERVE_GIB = 0.25  # given on top of what was missing, so that the next allocation of its kind fits too
+
+Change = tuple[object, object, float | None]
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """``size`` gives (from, to, GiB gained), or None where this remedy is not to be had here."""
+
+    flag: str
+    costs: str
+    size: Callable[[Facts], Change | None]
+
+
+def _lower_utilization(facts: Facts) -> Change | None:
+    share, total = facts.utilization, facts.total
+    if share is None:
+        return None, "0.05 lower", None if total is None else 0.05 * total
+    if total is None:
+        return share, round(max(0.05, share - 0.05), 2), None
+    to = floor((share - ((facts.missing or 0.0) + _RESERVE_GIB) / total) * 100) / 100
+    to = round(min(to, share - 0.01), 2)
+    return (share, to, (share - to) * total) if to > 0 else None
+
+
+def _to_what_is_free(facts: Facts) -> Change | None:
+    free, total = facts.values.get("free_gib"), facts.total
+    if free is None or not total or facts.utilization is None:
+        return _lower_utilization(facts)
+    to = floor(free / total * 100 - 1e-9) / 100
+    return (facts.utilization, to, (facts.utilization - to) * total) if to > 0 else None
+
+
+def _raise_utilization(facts: Facts) -> Change | None:
+    share, total = facts.utilization, facts.total
+    highest = HIGHEST_UTILIZATION
+    if total and facts.free_at_start_gib:
+        highest = min(highest, floor(facts.free_at_start_gib / total * 100) / 100)
+    if share is None:
+        return None, "higher, up to what is free at the start", None
+    if share >= highest:
+        return None
+    if not total:
+        return share, round(min(highest, share + 0.05), 2), None
+    to = ceil((share + (facts.missing or 0.0) / total) * 100 + 1) / 100 if facts.missing else share + 0.05
+    to = round(min(highest, to), 2)
+    return share, to, (to - share) * total
+
+
+def _fit_model_len(facts: Facts) -> Change | None:
+    length = facts.values.get("max_model_len") or facts.kv.max_model_len or facts.given.get("max_model_len")
+    fits = facts.values.get("possible_len") or facts.values.get("kv_tokens") or facts.kv.tokens
+    if fits is None or (length and fits >= length):
+        return (length, "lower", None) if length else (None, "lower", None)
+    return length, max(1, int(fits)), facts.missing
+
+
+def _half(name: str, gained: Callable[[Facts], float | None], planned: bool) -> Callable[[Facts], Change | None]:
+    """Half of a flag's value, and what that gains: by the planner where the profile counts it, else by ``gained``."""
+
+    def size(facts: Facts) -> Change | None:
+        if name == "max_num_batched_tokens" and facts.engine == "V0" and not facts.given.get("enable_chunked_prefill"):
+            return None  # V0 refuses fewer than max_model_len
+        value = facts.values.get(name) or facts.given.get(name)
+        if not isinstance(value, int) or value < 2:
+            return None, "half", gained(facts)
+        plan = facts.planned_gain(**{name: value // 2}) if planned else None
+        return value, value // 2, plan or gained(facts)
+
+    return size
+
+
+def _part(name: str, share: float) -> Callable[[Facts], float | None]:
+    def gained(facts: Facts) -> float | None:
+        size = facts.term(name) if name != "tried" else facts.values.get("tried_gib")
+        return None if size is None else size * share
+
+    return gained
+
+
+def _state_blocks(facts: Facts) -> Change | None:
+    seqs, blocks = facts.values.get("max_num_seqs"), facts.values.get("available_blocks")
+    return (seqs, blocks, None) if blocks else None
+
+
+def _more_ranks(facts: Facts) -> Change | None:
+    gain = None if facts.weights is None else facts.weights / 2
+    return facts.ranks, 2 * facts.ranks, gain
+
+
+def _quantize(facts: Facts) -> Change | None:
+    if facts.given.get("quantization"):
+        return None
+    return None, "fp8, or a checkpoint of 4 bits", None if facts.weights is None else facts.weights / 2
+
+
+def _offload(facts: Facts) -> Change | None:
+    now = facts.given.get("cpu_offload_gb") or 0
+    if facts.shape is None or not facts.total:
+        return now, "what the weights exceed the card by", None
+    over = weights_gib(facts.shape, facts.ranks) - 0.95 * facts.total
+    return (now, ceil(over), float(ceil(over))) if over > 0 else None
+
+
+def _small_kv(facts: Facts) -> Change | None:
+    dtype = facts.given.get("kv_cache_dtype") or "auto"
+    if str(dtype).startswith(("fp8", "nvfp4", "int", "turbo")):
+        return None
+    if facts.card and facts.card.refuses(flags.ServeFlags(kv_cache_dtype="fp8")):
+        return None
+    needed, pool = facts.values.get("needed_gib"), facts.term("kv_cache")
+    if needed is None and pool and facts.missing and facts.values.get("kv_tokens"):
+        needed = pool + facts.missing
+    return dtype, "fp8", needed / 2 if needed else None
+
+
+def _no_estimate(facts: Facts) -> Change | None:
+    """Eager enlarges the pool only where the estimate of the graphs was taken off it: the V1 engine since 0.21."""
+    subtracted = facts.ledger.graphs_subtracted if facts.ledger else None
+    if facts.engine == "V0" or subtracted is False or (facts.version and facts.version < (0, 21)):
+        return None
+    return _no_graphs(facts)
+
+
+def _no_graphs(facts: Facts) -> Change | None:
+    return None if facts.given.get("enforce_eager") is True else (False, True, facts.graphs)
+
+
+def _fewer_graphs(facts: Facts) -> Change | None:
+    if facts.given.get("enforce_eager") is True:
+        return None
+    largest = facts.given.get("max_cudagraph_capture_size")
+    return largest, (largest or 512) // 4, None if facts.graphs is None else facts.graphs / 2
+
+
+def _fixed_pool(facts: Facts) -> Change | None:
+    pool = facts.term("kv_cache")
+    if pool is None:
+        return None, "a size that leaves room", None
+    to = pool - (facts.missing or 0.0) - _RESERVE_GIB
+    fits = facts.values.get("fit_budget_bytes")
+    if isinstance(fits, int) and fits > 0:
+        to = min(to, fits / GIB)
+    return (f"{pool:.2f} GiB", int(to * GIB), pool - to) if to > 0 else None
+
+
+def _gather(facts: Facts) -> Change | None:
+    loose = facts.values.get("unallocated_gib")
+    if loose is not None and loose < 0.1:
+        return None
+    return None, "expandable_segments:True", loose
+
+
+def _end_others(facts: Facts) -> Change | None:
+    if facts.others is not None and facts.others < CONTEXTS_GIB:
+        return None
+    return (None if facts.others is None else show_gib(facts.others)), "ended", facts.others
+
+
+def _chunk(facts: Facts) -> Change | None:
+    if facts.engine != "V0" or facts.given.get("enable_chunked_prefill") is True:
+        return None
+    return False, True, _part("activation", 0.5)(facts)
+
+
+def _less_swap(facts: Facts) -> Change | None:
+    swap, host = facts.values.get("swap_gib"), facts.values.get("host_total_gib")
+    if swap is None:
+        return facts.given.get("swap_space"), "lower, or 0", None
+    to = floor((host or 0.0) * 0.4)
+    return swap, to, swap - to
+
+
+def _fixed(to: object, from_: object = None) -> Callable[[Facts], Change | None]:
+    return lambda facts: (from_, to, None)
+
+
+_FEWER = "fewer requests in one step"
+_STEPS = "a long prompt takes more steps"
+_HALF_STEP, _HALF_TRIED = _part("activation", 0.5), _part("tried", 0.5)
+REMEDIES: dict[str, Remedy] = {
+    "lower_utilization": Remedy("--gpu-memory-utilization", "a smaller KV cache", _lower_utilization),
+    "what_is_free": Remedy("--gpu-memory-utilization", "a smaller KV cache", _to_what_is_free),
+    "raise_utilization": Remedy("--gpu-memory-utilization", "headroom for what is not profiled", _raise_utilization),
+    "max_model_len": Remedy("--max-model-len", "longer requests are refused", _fit_model_len),
+    "fewer_tokens": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_STEP, True)),
+    "smaller_step": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_TRIED, False)),
+    "fewer_seqs": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", lambda facts: None, True)),
+    "fewer_rows": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", _HALF_TRIED, False)),
+    "seqs_to_blocks": Remedy("--max-num-seqs", _FEWER, _state_blocks),
+    "more_gpus": Remedy("--tensor-parallel-size", "as many GPUs again", _more_ranks),
+    "quantize": Remedy("--quantization", "some accuracy", _quantize),
+    "offload_weights": Remedy("--cpu-offload-gb", "each step reads them over PCIe", _offload),
+    "fp8_kv": Remedy("--kv-cache-dtype", "some accuracy; needs compute capability 8.9", _small_kv),
+    "eager": Remedy("--enforce-eager", "slower decoding", _no_graphs),
+    "no_estimate": Remedy("--enforce-eager", "slower decoding", _no_estimate),
+    "fewer_graphs": Remedy("--max-cudagraph-capture-size", "slower decoding of larger batches", _fewer_graphs),
+    "fixed_pool": Remedy("--kv-cache-memory-bytes", "a smaller KV cache; the budget no longer sizes it", _fixed_pool),
+    "expandable": Remedy("PYTORCH_CUDA_ALLOC_CONF", "refused together with a KV connector", _gather),
+    "end_others": Remedy("other processes (nvidia-smi)", "what they do", _end_others),
+    "other_gpu": Remedy("CUDA_VISIBLE_DEVICES", "another GPU; set it before the process starts", _fixed("a free GPU")),
+    "alone": Remedy("start-up order", "time", _fixed("one server after the other, with nothing ending meanwhile")),
+    "mm_limit": Remedy("--limit-mm-per-prompt", "fewer or smaller items in a request", _fixed("fewer items")),
+    "mm_reserve": Remedy("mm_ipc_gpu_memory_gb", "decoding of video on the CPU", _fixed("lower")),
+    "chunked_prefill": Remedy("--enable-chunked-prefill", "more steps for a long prompt", _chunk),
+    "upgrade": Remedy("vLLM", "a new version", _fixed("0.27 or later")),
+    "no_prompt_logprobs": Remedy(
+        "prompt_logprobs (of requests)",
+        "requests get none",
+        lambda facts: ("set", "not set", facts.values.get("tried_gib")),
+    ),
+    "max_logprobs": Remedy("--max-logprobs", "requests get fewer", _fixed("lower")),
+    "less_swap": Remedy("--swap-space", "less room for preempted requests of V0", _less_swap),
+    "more_swap": Remedy("--swap-space", "host memory", _fixed("higher")),
+    "host_memory": Remedy("memory of the host or container", "host memory", _fixed("a higher limit")),
+    "shared_memory": Remedy("--shm-size (of docker run)", "host memory", _fixed("16g or more, or --ipc=host")),
+    "fewer_loaders": Remedy("--max-parallel-loading-workers", "a slower start", _fixed(1)),
+    "less_host_cache": Remedy("--mm-processor-cache-gb, --kv-offloading-size", "host caches", _fixed("lower")),
+    "sleep_level": Remedy("wake_up(tags)", "two calls", _fixed('first "weights", then "kv_cache"')),
+    "no_all_reduce": Remedy("--disable-custom-all-reduce", "slower tensor parallelism", _fixed(True, False)),
+    "no_nvls": Remedy("NCCL_NVLS_ENABLE", "slower collectives", _fixed(0)),
+}  # fmt: skip
