@@ -4,6 +4,8 @@
     {record}`h200-graphs kv.tokens - h200-eager kv.tokens`     a difference
     ```{record-figure} ledger h200-eager h200-graphs           a function of memlab.plots, over records
     ```
+    ```{record-finding} 3090-097                               what the doctor found of a run that failed
+    ```
     ```{recorded-runs}                                         the page that shows every record
     ```
 
@@ -31,7 +33,7 @@ sys.path.insert(0, str(ROOT / "labs"))
 # panel has no kernel behind it there: it leaves its place to run_browser.
 os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
-from memlab import comparisons, flags, plots, record, traffic_plots, units  # noqa: E402
+from memlab import comparisons, finding_view, flags, plots, record, traffic_plots, units  # noqa: E402
 from memlab.errors import RecordError  # noqa: E402
 
 RECORDS = ROOT / "labs" / "records"
@@ -183,6 +185,24 @@ class RecordFigure(SphinxDirective):
         return [record_plot("", function=function, runs=[found.id for found in runs], alt=plot.alt)]
 
 
+class RecordFinding(SphinxDirective):
+    required_arguments = 1
+
+    def run(self):
+        library = self.env.app.memlab_records
+        try:
+            found = library.find(self.arguments[0])
+            finding = finding_view.of(found)
+            if finding is None:
+                raise RecordError(f"{self.arguments[0]} did not fail: there is no finding to show")
+        except RecordError as error:
+            logger.warning("%s", error, location=self.get_location(), type="record")
+            return []
+        self.env.note_dependency(str(library.path_of[found.id]))
+        caption = nodes.paragraph("", "", nodes.emphasis("", f"What the doctor says of this run: {found.where()}."))
+        return [caption, nodes.raw("", finding.html(), format="html")]
+
+
 class DrawFigures(SphinxPostTransform):
     """Inline SVG with its table for HTML; a picture with its alt text and caption for any other builder."""
 
@@ -256,7 +276,15 @@ def traffic_of(run: record.RunRecord) -> str:
 
 def load_in_words(load: record.Traffic) -> str:
     at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
-    return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}"
+    asks = "" if load.prompt_logprobs is None else ", with prompt_logprobs"
+    return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}{asks}"
+
+
+def neighbour_in_words(neighbour: record.Neighbour) -> str:
+    """What another process on the GPU did."""
+    when = "when the server is ready" if neighbour.comes == "when_ready" else "before the server"
+    ends = f", ends when {neighbour.leaves_in.replace('_', ' ')} begins" if neighbour.leaves_in else ""
+    return f"comes {when} and leaves {units.show_gib(neighbour.leaves_free_gib)} free{ends}"
 
 
 def settings(run: record.RunRecord) -> dict[str, str]:
@@ -276,6 +304,8 @@ def settings(run: record.RunRecord) -> dict[str, str]:
         "vLLM": engine.vllm,
         **{name: setting(name, value) for name, value in known.items()},
         "instruments": " ".join(run.instruments) or "none",
+        "variables": " ".join(f"{name}={value}" for name, value in run.variables.items()) or "none",
+        "neighbour": neighbour_in_words(run.neighbour) if run.neighbour else "none",
         "traffic": traffic_of(run),
         "repeat": str(run.repeat),
     }
@@ -407,6 +437,7 @@ class RecordedRuns(SphinxDirective):
             ("weights", run.model.load_format),
             ("KV cache", units.show_tokens(run.kv.tokens) if run.kv and run.kv.tokens else ""),
             ("traffic", traffic_of(run) if run.sent else ""),
+            ("neighbour on the GPU", neighbour_in_words(run.neighbour) if run.neighbour else ""),
             ("recorded", f"{run.recorded_at}, repeat {run.repeat}"),
             ("slowed by", ", ".join(run.instruments)),
             ("id", run.id),
@@ -424,6 +455,7 @@ def read_records(app) -> None:
 def setup(app):
     app.add_role("record", RecordValue())
     app.add_directive("record-figure", RecordFigure)
+    app.add_directive("record-finding", RecordFinding)
     app.add_directive("recorded-runs", RecordedRuns)
     app.add_node(record_plot)
     app.add_node(folded, html=(open_folded, close_folded), latex=(pass_through, pass_through))

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 
 import ipywidgets as w
 
-from memlab import lab, panel, plots, record
+from memlab import finding_view, lab, panel, plots, record
 from memlab.errors import MemlabError
 from memlab.panel import Panel
 from memlab.record import RunRecord
 from memlab.units import show_gib, show_tokens
 
 RECORDED_RUNS = "../book/reference/recorded-runs.html"  # from a lab's page in the book
+THE_DOCTOR = "../book/the-doctor.html"
 UNSET = ""  # in a Dropdown None means that nothing is chosen
 DRAW_EVERY_S = 1.0
 SAY_EVERY_S = 10.0
@@ -43,6 +44,9 @@ _STYLE = """<style>
 .memlab-panel th:first-child, .memlab-panel td:first-child {text-align: left}
 .memlab-panel .memlab-fold {text-align: left; font-weight: 600}
 .memlab-panel .scroll {overflow-x: auto}
+.memlab-panel .memlab-finding td {text-align: left; vertical-align: top}
+.memlab-panel .memlab-finding pre {white-space: pre-wrap; overflow-wrap: anywhere; padding: .4em .7em;
+  background: var(--jp-layout-color2, #8882)}
 .memlab-note {font-size: .9em; margin: .3em 0 0 .4em}
 .memlab-say {border-left: 4px solid currentColor; padding: .3em .7em; margin: .2em 0;
   background: var(--jp-layout-color2, #8882)}
@@ -435,7 +439,7 @@ class _View:
             self.figure.value = make(*runs, replayed=owner.here.replayed).html()
         except ValueError as error:  # nothing of these runs can be drawn: say why
             self.figure.value = _say(f"{error}.")
-        self.table.value = runs_html(runs)
+        self.table.value = runs_html(runs) + findings_html(runs)
         removes = []
         for number, run in enumerate(runs, 1):
             button = w.Button(description=f"Remove run {number}", icon="times", layout=w.Layout(width="auto"))
@@ -490,6 +494,72 @@ def runs_html(runs: list[RunRecord]) -> str:
             body.append(f'<tr><td colspan="{len(table.header) + 1}">{html.escape(run.error[:400])}</td></tr>')
     rows = f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody>"
     return f'<div class="scroll"><table>{rows}</table></div>'
+
+
+def findings_html(runs: list[RunRecord]) -> str:
+    """What the doctor found of each run that failed."""
+    found = [(number, finding_view.of(run)) for number, run in enumerate(runs, 1)]
+    return "".join(
+        f"<h4>Run {number}: what the doctor found</h4>{finding.html()}" for number, finding in found if finding
+    )
+
+
+# ---- a log of the reader's own ----
+
+
+class DoctorPanel:
+    """A place to paste a log of vLLM and read what ran out; ``diagnose`` does the same without a click.
+
+    ``found`` is the last finding. The text stays in the kernel: nothing is sent anywhere.
+    """
+
+    def __init__(self):
+        self.found: finding_view.View | None = None
+        wide = w.Layout(width="100%", height="10em")
+        self.text = w.Textarea(placeholder="Paste the server's output here, whole", layout=wide)
+        self.text.description, self.text.style.description_width = "Log", "4em"
+        self.command = w.Text(placeholder="vllm serve ... (if the log does not show it)", layout=_wide())
+        self.command.description, self.command.style.description_width = "Command", "4em"
+        self.button = w.Button(description="Diagnose", icon="stethoscope", button_style="primary")
+        self.button.on_click(self._clicked)
+        self.said = _announced()
+        self.shown = w.HTML(layout=_wide())
+
+    def diagnose(self, text: str, command: str | None = None) -> finding_view.View:
+        """The finding of a log.
+
+        Raises:
+            MemlabError: for a command line that vLLM would refuse.
+        """
+        self.found = finding_view.of_text(text, command=command or None)
+        return self.found
+
+    @_guarded
+    def _clicked(self, _) -> None:
+        if not self.text.value.strip():
+            self.said.value = _say("Paste a log first: the output of vllm serve, from its start to the error.")
+            return
+        try:
+            found = self.diagnose(self.text.value, self.command.value.strip())
+        except MemlabError as error:
+            self.shown.value, self.said.value = "", _say(f"{error}.")
+            return
+        self.said.value = _say(plots.capitalised(found.summary()) + ".", "Found.")
+        self.shown.value = found.html()
+
+    def show_error(self, error: BaseException) -> None:
+        """An error of ours, where the reader looks."""
+        self.said.value = _say(f"{type(error).__name__}: {error}", "This should not happen.")
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        if lab.in_book():
+            link = f'<a href="{THE_DOCTOR}">the page The doctor</a>'
+            return {
+                "text/html": f"<p>In a notebook, a log is pasted here. In this page: {link}.</p>",
+                "text/plain": "In a notebook, a log is pasted here.",
+            }
+        parts = [self.text, self.command, self.button, self.said, self.shown]
+        return _styled(parts)._repr_mimebundle_(include=include, exclude=exclude)
 
 
 # ---- a reader's guess ----

@@ -1,0 +1,122 @@
+"""What the doctor found of a run that failed: for a notebook, a page and a terminal.
+
+>>> finding_view.of(run)          # in a notebook, beside the plot of the run
+>>> print(finding_view.of(run))
+"""
+
+import html
+from dataclasses import dataclass
+
+from memlab import doctor
+from memlab.plots import Table, capitalised
+from memlab.record import RunRecord, without_none
+from memlab.units import show_gib
+
+SHOWN_FIXES = 4
+SHOWN_LINES = 3
+_SPELT = {"kv": "KV", "gpu": "GPU", "cuda": "CUDA", "oom": "OOM", "nccl": "NCCL", "lt": "fewer than", "ram": "memory"}
+
+
+@dataclass(frozen=True)
+class View:
+    """A finding (``doctor.Diagnosis.to_dict``, without what is None) to be looked at; its text is of no trust."""
+
+    data: dict
+
+    @property
+    def phase(self) -> str:
+        """The phase of the root cause, as ``doctor.RULES`` spells it; ``ok`` where nothing failed."""
+        return self.data["phase"]
+
+    @property
+    def failures(self) -> list[dict]:
+        """The failures in their order."""
+        return self.data.get("failures", [])
+
+    def fixes(self, failure: dict) -> Table:
+        """What helps, the most GiB first."""
+        rows = [(fix["flag"], change(fix), gain(fix), fix["why"], fix["costs"]) for fix in failure.get("fixes", [])]
+        return Table("What helps", ("flag", "change", "gain", "why", "costs"), tuple(rows[:SHOWN_FIXES]), words=True)
+
+    def html(self) -> str:
+        """An element to stand in a page."""
+        parts = [self._failure_html(failure) for failure in self.failures] or [_paragraph("Found", self.summary())]
+        if self.data.get("paste_also"):
+            parts.append(_paragraph("To say more, the doctor needs", "; ".join(self.data["paste_also"])))
+        return f'<div class="memlab-finding">{"".join(parts)}</div>'
+
+    def _failure_html(self, failure: dict) -> str:
+        parts = [_paragraph(words(failure["phase"]), doctor_sentence(failure))]
+        parts += [f"<p>{html.escape(note)}</p>" for note in failure.get("notes", [])]
+        lines = [f"{line['line']}: {line['text']}" for line in failure.get("evidence", [])[:SHOWN_LINES]]
+        if lines:
+            named = 'role="region" aria-label="lines of the log" tabindex="0"'
+            parts.append(f"<pre {named}>{html.escape(chr(10).join(lines))}</pre>")
+        if failure.get("fixes"):
+            parts.append(self.fixes(failure)._repr_html_())
+        if failure.get("will_not_help"):
+            items = "".join(
+                f"<li><code>{html.escape(one['flag'])}</code>: {html.escape(one['why'])}</li>"
+                for one in failure["will_not_help"]
+            )
+            parts.append(f"<p><b>What cannot help</b></p><ul>{items}</ul>")
+        return "".join(parts)
+
+    def summary(self) -> str:
+        """One line: what ran out, or that nothing did."""
+        if self.failures:
+            return doctor_sentence(self.failures[0])
+        spot = self.data.get("weak_spot")
+        return {"ok": "no failure of memory", "not_a_failure": "no failure: the lines only look like one"}.get(
+            self.phase, "nothing here is known to be of vLLM's memory"
+        ) + (f"; what gives first: {spot}" if spot else "")
+
+    def __str__(self) -> str:
+        lines = []
+        for failure in self.failures:
+            lines += [f"{words(failure['phase'])}: {doctor_sentence(failure)}", str(self.fixes(failure))]
+        text = "\n".join(lines) or capitalised(self.summary())
+        return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        return {"text/html": self.html(), "text/plain": str(self)}
+
+
+def _paragraph(head: str, text: str) -> str:
+    return f"<p><b>{html.escape(head)}.</b> {html.escape(capitalised(text))}</p>"
+
+
+def words(phase: str) -> str:
+    """A phase in words: ``kv_cache_none`` is KV cache none."""
+    return capitalised(" ".join(_SPELT.get(word, word) for word in phase.split("_")))
+
+
+def doctor_sentence(failure: dict) -> str:
+    """The cause, and what was missing where the log tells it."""
+    missing = failure.get("missing_gib")
+    return failure["cause"] + ("" if missing is None else f" (missing: {show_gib(missing)})")
+
+
+def change(fix: dict) -> str:
+    """From what to what."""
+    return f"{fix['from']} → {fix['to']}" if "from" in fix else str(fix.get("to", ""))
+
+
+def gain(fix: dict) -> str:
+    """What it frees on each GPU, where that is known."""
+    return show_gib(fix["gains_gib"], signed=True) if "gains_gib" in fix else ""
+
+
+def of(run: RunRecord) -> View | None:
+    """The finding of a run: the one it keeps, else what its log lines show; None for a run that did not fail."""
+    if run.outcome not in ("failed_to_start", "out_of_memory"):
+        return None
+    kept = run.finding or doctor.finding(
+        "\n".join(run.log), run.served_flags, run.model.shape, run.card, run.machine.total_gib
+    )
+    return View(without_none(kept))
+
+
+def of_text(text: str, **known) -> View:
+    """The finding of a log; ``known`` as for ``doctor.diagnose``."""
+    return View(without_none(doctor.finding(text, **known)))
