@@ -131,6 +131,7 @@ def _llama(layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, 
 # Sizes from the config.json of each model on Hugging Face; weights are never needed (--load-format dummy).
 LAB_MODELS = {
     "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128, 128256, 131072),
+    "llama-2-13b": _llama(40, 5120, 13824, 40, 40, 128, 32000, 4096),
     "llama-2-70b-rank-of-8": _llama(80, 8192, 3584, 8, 1, 128, 4000, 4096),
     "tiny-llama": _llama(4, 256, 1024, 8, 4, 32, 4096, 8192),
     "qwen2.5-0.5b": ModelShape("Qwen2ForCausalLM", 896, 4864, 24, 14, 2, 64, 151936, 32768, True, "bfloat16", True),
