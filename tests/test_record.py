@@ -221,7 +221,7 @@ PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "f
          "doctor_rules", "episodes", "failing_step", "failures", "doctor_report", "doctor", "record")  # fmt: skip
 ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
          "server", "metrics", "traffic", "checks", "lab", "sweep", "screen", "attach", "watch", "notebook", "plots",
-         "comparisons", "traffic_plots", "finding_view", "preflight", "launch", "panel", "widgets", "cli",
+         "comparisons", "traffic_plots", "finding_view", "clinic", "preflight", "launch", "panel", "widgets", "cli",
          "__main__")  # fmt: skip
 
 

@@ -30,7 +30,7 @@ class Setting:
     seconds: float = 90.0
 
     def run(self, mode: str, **options) -> RunRecord:
-        """One run of it, without progress lines; ``options`` are more of ``lab.run``."""
+        """One run of it, without progress lines unless asked; ``options`` are more of ``lab.run``."""
         return lab.run(
             self.model,
             self.flags,
@@ -41,8 +41,7 @@ class Setting:
             instruments=self.instruments,
             variables=self.variables,
             neighbour=self.neighbour,
-            on_phase=None,
-            **options,
+            **{"on_phase": None, **options},
         )
 
     def __str__(self) -> str:

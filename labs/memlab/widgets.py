@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import ipywidgets as w
 
-from memlab import finding_view, lab, panel, plots, record
+from memlab import clinic, finding_view, lab, panel, plots, record
 from memlab.errors import MemlabError
 from memlab.panel import Panel
 from memlab.record import RunRecord
@@ -515,6 +515,8 @@ class DoctorPanel:
 
     def __init__(self):
         self.found: finding_view.View | None = None
+        if lab.in_book():
+            return
         wide = w.Layout(width="100%", height="10em")
         self.text = w.Textarea(placeholder="Paste the server's output here, whole", layout=wide)
         self.text.description, self.text.style.description_width = "Log", "4em"
@@ -560,6 +562,71 @@ class DoctorPanel:
             }
         parts = [self.text, self.command, self.button, self.said, self.shown]
         return _styled(parts)._repr_mimebundle_(include=include, exclude=exclude)
+
+
+# ---- the patients of a clinic ----
+
+
+class Consultation:
+    """The symptoms of a ward's patients, each with a choice of what it has; Commit hands the diagnoses to the ward.
+
+    A choice left open is no diagnosis. In the book, which has no kernel, each patient's answer opens under it.
+    """
+
+    def __init__(self, ward: clinic.Ward):
+        self.ward = ward
+        if lab.in_book():
+            return
+        options = [("choose", None), *((finding_view.words(phase), phase) for phase in clinic.CHOICES)]
+        self.choices = {
+            name: w.Dropdown(
+                options=options,
+                value=None,
+                description=name,
+                tooltip=chart.patient.symptom,
+                style={"description_width": "9em"},
+                layout=w.Layout(width="24em", max_width="100%"),
+            )
+            for name, chart in ward.charts.items()
+        }
+        self.commit = w.Button(description="Commit", icon="lock")
+        self.commit.on_click(self._committed)
+        self.said = _announced()
+
+    @_guarded
+    def _committed(self, _) -> None:
+        given = {name: choice.value for name, choice in self.choices.items() if choice.value and not choice.disabled}
+        refused = []
+        for name, phase in given.items():
+            try:
+                self.ward.guess(name, phase)
+                self.choices[name].disabled = True
+            except MemlabError as error:
+                refused.append(str(error))
+        counted = sum(chart.guess is not None for chart in self.ward.charts.values())
+        text = f"{counted} of {len(self.choices)} diagnoses are committed."
+        self.said.value = _say(" ".join([text, *(f"{reason}." for reason in refused)]))
+
+    def show_error(self, error: BaseException) -> None:
+        """An error of ours, where the reader looks."""
+        self.said.value = _say(f"{type(error).__name__}: {error}", "This should not happen.")
+
+    def _static_html(self) -> str:
+        items = []
+        for name, chart in self.ward.charts.items():
+            found = clinic.diagnosis(self.ward.admit(name, on_phase=None))
+            answer = f"<details><summary>What it has</summary><p>{html.escape(finding_view.words(found))}</p></details>"
+            items.append(f"<li><b>{html.escape(name)}</b>: {html.escape(chart.patient.symptom)}{answer}</li>")
+        return f"<ul>{''.join(items)}</ul>"
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        if lab.in_book():
+            return {"text/html": self._static_html(), "text/plain": str(self.ward.patients())}
+        rows = []
+        for name, choice in self.choices.items():
+            symptom = w.HTML(html.escape(self.ward[name].patient.symptom), layout=w.Layout(flex="1 1 20em"))
+            rows.append(w.HBox([choice, symptom], layout=w.Layout(flex_flow="row wrap")))
+        return _styled([*rows, self.commit, self.said])._repr_mimebundle_(include=include, exclude=exclude)
 
 
 # ---- a reader's guess ----
