@@ -44,7 +44,7 @@ def test_every_way_to_die_that_the_doctor_places_at_the_start_has_a_patient():
     assert {"max_model_len_exceeds_kv", "cuda_graph_capture", "sampler_warmup", "host_ram_oom"} <= there
 
 
-@pytest.mark.parametrize("patient", [one for one in PATIENTS.values() if one.setting.card], ids=lambda one: one.name)
+@pytest.mark.parametrize("patient", [one for one in PATIENTS.values() if not one.on_cpu], ids=lambda one: one.name)
 def test_the_arithmetic_of_a_patient_says_that_it_fails_or_serves(patient):
     """By the planner's terms on 23.58 GiB: what is asked for is more than there is, at the phase that is named."""
     setting, phase = patient.setting, patient.phase
@@ -65,27 +65,29 @@ def test_the_arithmetic_of_a_patient_says_that_it_fails_or_serves(patient):
         left = FREE_GIB - weights - setting.flags.kv_cache_memory_bytes / 2**30
         assert 0.2 < left < 1.71, "the pool fits, what comes after it does not"
     elif phase == "max_model_len_exceeds_kv":
-        needed = shape.max_position_embeddings * shape.kv_bytes_per_token() / 2**30
-        assert budget - weights < needed
-    elif phase in ("ok", "preemption_not_oom", "runtime_logprobs", "other_process_on_gpu"):
+        needed = (setting.flags.max_model_len or shape.max_position_embeddings) * shape.kv_bytes_per_token() / 2**30
+        assert budget - weights - 0.43 < needed
+    elif phase in ("ok", "preemption_not_oom", "runtime_logprobs", "other_process_on_gpu", "kernel_warmup"):
         assert budget is None or weights + 1 < budget < free
 
 
 def test_a_ward_admits_what_its_backend_can_show():
     assert {chart.patient.on_cpu for chart in Ward(live_on("cpu")).charts.values()} == {True}
     assert {chart.patient.on_cpu for chart in Ward(live_on("cuda")).charts.values()} == {False}
-    known = record.read_all()
-    for chart in Ward(replayed()).charts.values():
-        assert any(run.lab == clinic.LAB and run.model.name == chart.patient.setting.model for run in known)
+    ward = Ward(replayed())
+    assert {"greedy", "tight", "overreaching", "slow", "worried"} <= set(ward.charts)
+    for name, chart in ward.charts.items():
+        assert ward.admit(name, on_phase=None).model.name == chart.patient.setting.model
 
 
-@pytest.mark.parametrize("run", [run for run in record.read_all() if run.lab == clinic.LAB], ids=lambda run: run.id)
-def test_a_recorded_patient_has_what_it_was_made_to_have(run):
-    for patient in PATIENTS.values():
-        setting = patient.setting
-        asked = (setting.lab, setting.model, setting.flags, setting.traffic, setting.card)
-        if not record.differences(run, *asked, (), setting.variables, setting.neighbour):
-            assert clinic.diagnosis(run) == patient.phase
+@pytest.mark.parametrize("name", Ward(lab.here("replay")).charts)
+def test_a_recorded_patient_has_what_it_was_made_to_have_and_its_cures_cure(name):
+    ward = Ward(replayed())
+    ward.admit(name)
+    assert ward[name].found == PATIENTS[name].phase
+    for cure in PATIENTS[name].cures:
+        if clinic.recorded(PATIENTS[name].treated(**cure), ward.known):
+            assert clinic.well(ward.treat(name, **cure)), f"{name} is not cured by {cure}"
 
 
 def stub_ward(monkeypatch, outcomes: dict[str, record.RunRecord]) -> Ward:

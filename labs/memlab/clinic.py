@@ -20,7 +20,9 @@ from memlab.units import GIB, MIB, show_gib
 LAB = "07-oom-clinic"
 CARD = "NVIDIA GeForce RTX 3090"
 WELL = ServeFlags(gpu_memory_utilization=0.9, max_model_len=16384, enforce_eager=True)
-SERVING = Traffic(8000, 64, requests=8, concurrency=4)
+SERVING = Traffic(8000, 64, requests=16, concurrency=8)
+SHORT = Traffic(1000, 32, requests=16, concurrency=8)
+TINY_SERVING = Traffic(300, 20, requests=8, concurrency=4)
 TINY = ServeFlags(kv_cache_memory_bytes=GIB // 4, max_model_len=8192, enforce_eager=True)
 NO_FAILURE = ("ok", "preemption_not_oom")
 
@@ -35,6 +37,7 @@ class Patient:
         setting: the run.
         phase: what it has (``doctor.RULES``), where the backend shows it; ``ok`` and ``preemption_not_oom`` are no OOM.
         cures: changes after which it serves, each to be recorded; there may be others.
+        load: what it has to serve to count as cured.
     """
 
     name: str
@@ -42,6 +45,7 @@ class Patient:
     setting: Setting
     phase: str
     cures: tuple[dict, ...] = ()
+    load: Traffic | list[Traffic] = SERVING
 
     @property
     def on_cpu(self) -> bool:
@@ -49,18 +53,19 @@ class Patient:
         return self.setting.model == "tiny-llama"
 
     def treated(self, **changes) -> Setting:
-        """The run with some flags changed; ``neighbour=None`` sends the neighbour away, ``model`` takes another."""
-        others = {name: changes.pop(name) for name in ("neighbour", "model", "card", "variables") if name in changes}
-        return replace(self.setting, flags=self.setting.flags.with_(**changes), **others)
+        """The run under load with some flags changed; ``neighbour=None`` sends the neighbour away."""
+        others = {name: changes.pop(name) for name in ("neighbour",) if name in changes}
+        flags = self.setting.flags.with_(**changes)
+        return replace(self.setting, flags=flags, traffic=self.load, seconds=self.setting.seconds + 10, **others)
 
 
 def _patient(name, symptom, phase, flags=WELL, traffic=None, *cures, **more) -> Patient:
     model = more.pop("model", "llama-3.1-8b")
-    card = None if model == "tiny-llama" else CARD
+    card = more.pop("card", None if model == "tiny-llama" else CARD)
     seconds = more.pop("seconds", 30.0)
-    return Patient(
-        name, symptom, Setting(model, flags, traffic, card, lab=LAB, seconds=seconds, **more), phase, tuple(cures)
-    )
+    load = more.pop("load", None) or traffic or (TINY_SERVING if model == "tiny-llama" else SERVING)
+    setting = Setting(model, flags, traffic, card, lab=LAB, seconds=seconds, **more)
+    return Patient(name, symptom, setting, phase, tuple(cures), load)
 
 
 PATIENTS = {
@@ -93,6 +98,7 @@ PATIENTS = {
             {"quantization": "fp8"},
             {"cpu_offload_gb": 8.0},
             model="llama-2-13b",
+            load=SHORT,
         ),
         _patient(
             "breathless",
@@ -109,6 +115,22 @@ PATIENTS = {
             WELL.with_(gpu_memory_utilization=0.65),
             None,
             {"gpu_memory_utilization": 0.9},
+        ),
+        _patient(
+            "tight",
+            "Somebody lowered gpu_memory_utilization until it hurt. It ends, and says that a request would not fit.",
+            "max_model_len_exceeds_kv",
+            WELL.with_(gpu_memory_utilization=0.72),
+            None,
+            {"gpu_memory_utilization": 0.9},
+        ),
+        _patient(
+            "overreaching",
+            "Somebody raised gpu_memory_utilization as far as the first check lets it. It ends before it is ready.",
+            "kernel_warmup",
+            WELL.with_(gpu_memory_utilization=0.97, max_num_batched_tokens=8192),
+            SERVING,
+            {"gpu_memory_utilization": 0.96},
         ),
         _patient(
             "long-winded",
@@ -158,6 +180,7 @@ PATIENTS = {
             None,
             {"neighbour": None},
             model="qwen2.5-0.5b",
+            load=SHORT,
             neighbour=Neighbour(leaves_free_gib=12.0, leaves_in="profiling"),
         ),
         _patient(
@@ -182,9 +205,10 @@ PATIENTS = {
             "At peak hours answers take twice as long. The dashboard shows a KV cache at 100 %.",
             "preemption_not_oom",
             WELL.with_(gpu_memory_utilization=None, kv_cache_memory_bytes=GIB, max_model_len=4096),
-            Traffic(500, 200, requests=40),
+            [Traffic(500, 200, requests=40)] * 3,
             {"kv_cache_memory_bytes": 5 * GIB},
-            seconds=35.0,
+            seconds=60.0,
+            card=None,
         ),
         _patient(
             "worried",
@@ -200,7 +224,7 @@ PATIENTS = {
             "max_model_len_exceeds_kv",
             TINY.with_(kv_cache_memory_bytes=8 * MIB),
             None,
-            {"max_model_len": 4096},
+            {"max_model_len": 3072},
             {"kv_cache_memory_bytes": GIB // 4},
             model="tiny-llama",
         ),
@@ -228,16 +252,24 @@ PATIENTS = {
 
 
 def grid() -> list[dict]:
-    """The settings of the patients and of their cures for ``scripts/record --grid``, each once; patients first."""
+    """The settings of the patients and of their cures for ``scripts/record --grid``, each once; patients first.
+
+    What another lab has recorded is left out.
+    """
     wanted = [patient.setting for patient in PATIENTS.values() if not patient.on_cpu]
     wanted += [p.treated(**cure) for p in PATIENTS.values() if not p.on_cpu for cure in p.cures]
+    others = [run for run in record.read_all() if run.lab != LAB]
     entries = []
     for setting in wanted:
+        if recorded(setting, others):
+            continue
+        loads = setting.traffic if isinstance(setting.traffic, list) else [setting.traffic] if setting.traffic else []
+        sent = [record.without_none(asdict(load)) for load in loads]
         entry = {
             "lab": setting.lab,
             "model": setting.model,
             "flags": setting.flags.set(),
-            "traffic": record.without_none(asdict(setting.traffic)) if setting.traffic else None,
+            "traffic": sent if isinstance(setting.traffic, list) else sent[0] if sent else None,
             "card": setting.card,
             "variables": setting.variables or None,
             "neighbour": asdict(setting.neighbour) if setting.neighbour else None,
@@ -287,7 +319,8 @@ def preemptions(run: RunRecord) -> int:
 
 def well(run: RunRecord) -> bool:
     """Whether a run served all that it was sent, with no request preempted."""
-    answered = run.latency is None or run.latency.failed == 0
+    sent = [load.latency for load in run.loads] or [run.latency]
+    answered = all(latency is None or latency.failed == 0 for latency in sent)
     return run.outcome == "ok" and answered and not preemptions(run)
 
 
@@ -300,11 +333,11 @@ class Ward:
 
     def __init__(self, here: lab.Here):
         self.here = here
-        known = record.read_all()
+        known = self.known = record.read_all() if here.replayed else []
         self.charts = {
             name: Chart(patient)
             for name, patient in PATIENTS.items()
-            if (_is_recorded(patient.setting, known) if here.replayed else patient.on_cpu == (here.backend == "cpu"))
+            if (recorded(patient.setting, known) if here.replayed else patient.on_cpu == (here.backend == "cpu"))
         }
 
     def __getitem__(self, name: str) -> Chart:
@@ -335,8 +368,18 @@ class Ward:
         """Run a patient as it is; again, the same run. ``on_phase`` is that of ``lab.run``."""
         chart = self[name]
         if chart.run is None:
-            chart.run = chart.patient.setting.run(self.here.mode, on_phase=on_phase)
+            chart.run = self._run(chart.patient.setting, on_phase)
         return chart.run
+
+    def _run(self, setting: Setting, on_phase) -> RunRecord:
+        if not self.here.replayed:
+            return setting.run(self.here.mode, on_phase=on_phase)
+        found = recorded(setting, self.known)
+        if not found:
+            raise RecordError("this run is not recorded")
+        if on_phase:
+            print(f"Replayed: {found[0].where()}", flush=True)
+        return found[0]
 
     def finding(self, name: str) -> View | None:
         """What the doctor says of an admitted patient; None where nothing failed."""
@@ -352,7 +395,7 @@ class Ward:
         """
         chart = self[name]
         try:
-            run = chart.patient.treated(**changes).run(self.here.mode, on_phase=lab.progress_line)
+            run = self._run(chart.patient.treated(**changes), lab.progress_line)
         except RecordError as error:
             raise RecordError(f"this treatment is not recorded. Recorded are: {self.treatments(name)}") from error
         chart.treatments.append((changes, run))
@@ -360,10 +403,9 @@ class Ward:
 
     def treatments(self, name: str) -> str:
         """The recorded treatments of a patient, in words."""
-        known = record.read_all()
         patient = self[name].patient
-        recorded = [cure for cure in patient.cures if _is_recorded(patient.treated(**cure), known)]
-        return "; ".join(in_words(cure) for cure in recorded) or "none, it needs a live run"
+        cures = [cure for cure in patient.cures if recorded(patient.treated(**cure), self.known)]
+        return "; ".join(in_words(cure) for cure in cures) or "none, it needs a live run"
 
     def sheet(self) -> Table:
         """The score sheet: what you said, what it was, what cured it, what it held then."""
@@ -409,21 +451,11 @@ def _peak(chart: Chart) -> str:
     return show_gib(run.seen.peak_gib) if run and run.seen and run.seen.peak_gib is not None else ""
 
 
-def _is_recorded(setting: Setting, known: list[RunRecord]) -> bool:
-    return any(
-        not record.differences(
-            run,
-            setting.lab,
-            setting.model,
-            setting.flags,
-            setting.traffic,
-            setting.card,
-            setting.instruments,
-            setting.variables,
-            setting.neighbour,
-        )
-        for run in known
-    )
+def recorded(setting: Setting, known: list[RunRecord]) -> list[RunRecord]:
+    """The recorded runs of a setting, whichever lab they were made for."""
+    asked = (setting.model, setting.flags, setting.traffic, setting.card)
+    more = (setting.instruments, setting.variables, setting.neighbour)
+    return [run for run in known if not record.differences(run, run.lab, *asked, *more)]
 
 
 if __name__ == "__main__":

@@ -284,13 +284,14 @@ class Panel:
             self.word = f"Only recorded runs can be replayed. The nearest has {changes}"
 
     def _recorded(self) -> list[RunRecord]:
-        """The lab's runs on this machine that a panel can ask for: without instruments, and of one load or several as
-        its own."""
+        """The lab's runs on this machine that a panel can ask for: with nothing beside the flags, and of one load or
+        several as its own."""
         found = [
             each
             for each in record.read_all()
             if each.lab == self.lab and each.machine.name == self.here.machine.name
-            if not each.instruments and (each.sent is None or bool(each.loads) == isinstance(self.traffic, list))
+            if not (each.instruments or each.variables or each.neighbour)
+            if (each.sent is None or bool(each.loads) == isinstance(self.traffic, list))
         ]
         if not found:
             raise MemlabError(f"no run of {self.lab} is recorded on {self.here.machine.name}: run the lab live")
