@@ -220,9 +220,9 @@ def test_a_watch_of_somebodys_server_is_not_kept_among_the_runs_of_labs(tmp_path
 PLAIN = ("units", "errors", "flags", "shapes", "cards", "ledger", "vllm_log", "findings", "facts", "remedies",
          "doctor_rules", "episodes", "failing_step", "failures", "doctor_report", "doctor", "record")  # fmt: skip
 ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
-         "server", "metrics", "traffic", "checks", "lab", "sweep", "screen", "attach", "watch", "notebook", "plots",
-         "comparisons", "traffic_plots", "finding_view", "clinic", "preflight", "launch", "panel", "widgets", "cli",
-         "__main__")  # fmt: skip
+         "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "screen", "attach", "watch",
+         "notebook", "plots", "comparisons", "traffic_plots", "finding_view", "clinic", "preflight", "launch", "panel",
+         "widgets", "cli", "__main__")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

@@ -156,8 +156,10 @@ class Series:
 
 @dataclass(frozen=True)
 class Latency:
-    """From ``vllm bench serve``. Summaries by name (mean, p50, p90, p99); ``ttft_samples_ms`` has a request each;
-    ``itl_quantiles_ms`` the 101 percentiles of all inter-token latencies, from the least to the most."""
+    """From ``vllm bench serve``. Summaries by name (mean, p50, p90, p99); ``ttft_samples_ms`` has a request each, and
+    so have, in the same order, ``tpot_samples_ms`` (the mean time of a token after the first; 0 for an answer of one)
+    and ``output_samples_tokens``; ``itl_quantiles_ms`` the 101 percentiles of all inter-token latencies, from the least
+    to the most."""
 
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
@@ -171,6 +173,8 @@ class Latency:
     output_tokens: int
     ttft_samples_ms: list[float] = field(default_factory=list)
     itl_quantiles_ms: list[float] = field(default_factory=list)
+    tpot_samples_ms: list[float] = field(default_factory=list)
+    output_samples_tokens: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -139,13 +139,21 @@ def latency(result: dict) -> Latency:
         keys = {"mean": f"mean_{name}_ms"} | {f"p{p}": f"p{p}_{name}_ms" for p in PERCENTILES.split(",")}
         return {key: round(result[source], 3) for key, source in keys.items() if source in result}
 
+    answered = [number for number, tokens in enumerate(result.get("output_lens", [])) if tokens][:500]
+
+    def tpot(number: int) -> float:  # as vllm/benchmarks/serve.py:627-635 (0.32) has it for --goodput
+        more = result["output_lens"][number] - 1
+        return 1000 * sum(result["itls"][number]) / more if more else 0.0
+
     itls = sorted(value * 1000 for request in result.get("itls", []) for value in request)
     quantiles = statistics.quantiles(itls, n=100, method="inclusive") if len(itls) > 1 else []
     return Latency(
         ttft_ms=summary("ttft"),
         itl_ms=summary("itl"),
         e2el_ms=summary("e2el"),
-        ttft_samples_ms=[round(value * 1000, 2) for value in result.get("ttfts", [])][:500],
+        ttft_samples_ms=[round(1000 * result["ttfts"][number], 2) for number in answered],
+        tpot_samples_ms=[round(tpot(number), 2) for number in answered],
+        output_samples_tokens=[result["output_lens"][number] for number in answered],
         itl_quantiles_ms=[round(value, 2) for value in [*itls[:1], *quantiles, *itls[-1:]]] if quantiles else [],
         completed=result["completed"],
         failed=result.get("failed", 0),
