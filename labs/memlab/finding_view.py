@@ -14,6 +14,17 @@ from memlab.units import show_gib
 
 SHOWN_FIXES = 4
 SHOWN_LINES = 3
+_TITLES = {
+    "ok": "No failure",
+    "not_a_failure": "No failure, but lines that look like one",
+    "preemption_not_oom": "Preemption, not out of memory",
+    "max_model_len_exceeds_kv": "A request of max_model_len does not fit the KV cache",
+    "kv_cache_none": "Nothing left for the KV cache",
+    "kv_cache_alloc_oom": "The KV cache could not be allocated",
+    "host_ram_oom": "Host memory ran out",
+    "profile_assert_free_grew": "Memory changed hands during the profile",
+    "mamba_blocks_lt_max_num_seqs": "Fewer state blocks than sequences",
+}
 _SPELT = {"kv": "KV", "gpu": "GPU", "cuda": "CUDA", "oom": "OOM", "nccl": "NCCL", "lt": "fewer than", "ram": "memory"}
 
 
@@ -87,8 +98,8 @@ def _paragraph(head: str, text: str) -> str:
 
 
 def words(phase: str) -> str:
-    """A phase in words: ``kv_cache_none`` is KV cache none."""
-    return capitalised(" ".join(_SPELT.get(word, word) for word in phase.split("_")))
+    """A phase in words: ``weights_load`` is Weights load."""
+    return _TITLES.get(phase) or capitalised(" ".join(_SPELT.get(word, word) for word in phase.split("_")))
 
 
 def doctor_sentence(failure: dict) -> str:

@@ -31,6 +31,7 @@ from memlab.record import (
     Neighbour,
     Rank,
     RunRecord,
+    Steps,
     Timeline,
     Trace,
     Traffic,
@@ -48,13 +49,17 @@ ROOMY_CORES = 8  # from here on a second process can import vLLM beside a start
 INSTRUMENTS = {
     "allocator": "PyTorch's allocator, between the loads",
     "snapshot": "every allocation of each load, with a file for PyTorch's memory viewer beside the run's log",
+    "steps": "what the scheduler put into each step of each load, from vLLM's log",
 }
+IN_WORKER = {"allocator", "snapshot"}  # read through READER, where PyTorch has a caching allocator
 READER = ("--worker-extension-cls", "memlab.worker_extension.MemoryReader")
 READER_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
+STEP_LINES = ("--enable-logging-iteration-details",)
 STEERING = ("VLLM_", "PYTORCH_", "TORCH_", "NCCL_", "CUDA_MODULE_LOADING")  # what a run's own variables begin with
 FAILED = ("failed_to_start", "out_of_memory")
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 TRACE_BUCKETS = 150  # at most four times as many points of an allocator's history
+MOST_STEPS = 600  # of a load: two such loads leave a record below its size
 
 
 def runs_folder() -> Path:
@@ -119,8 +124,12 @@ class Here:
         return f"Live on {machine.hardware}, {show_gib(machine.total_gib)} each, driver {machine.driver}."
 
 
-def here(mode: str = "auto") -> Here:
+def here(mode: str = "auto", of: str | None = None) -> Here:
     """Live where vLLM and its hardware are, else replay; ``MEMLAB_MODE`` overrides ``mode``.
+
+    Args:
+        mode: auto, live or replay.
+        of: the lab whose runs a replay shows: on another machine than the default one, where that has none of them.
 
     Raises:
         MemlabError: for a mode that cannot be had.
@@ -136,10 +145,11 @@ def here(mode: str = "auto") -> Here:
         )
     if found:
         return Here("live", found, this_machine(found))
-    recorded = next((r.machine for r in record.read_all() if r.machine.name == DEFAULT_MACHINE), None)
-    if recorded is None:
-        raise RecordError(f"no recorded run of {DEFAULT_MACHINE} in {RECORDS.name}/: clone the project again, whole")
-    return Here("replay", "cuda", recorded)
+    runs = [found for found in record.read_all() if of in (None, found.lab)]
+    shown = min(runs, key=lambda found: found.machine.name != DEFAULT_MACHINE, default=None)
+    if shown is None:
+        raise RecordError(f"no recorded run of {of or 'any lab'} in {RECORDS.name}/: clone the project again, whole")
+    return Here("replay", shown.engine.backend, shown.machine)
 
 
 def machine_name(gpu_name: str) -> str:
@@ -283,8 +293,8 @@ def run(
     if place.replayed:
         more = {"instruments": instruments, "variables": variables, "neighbour": neighbour}
         return recorded(model, flags, traffic, card, lab=lab, **more, on_phase=on_phase)
-    if instruments and place.backend == "cpu":
-        raise MemlabError("vLLM's CPU backend has no caching allocator to read: leave instruments out")
+    if IN_WORKER & set(instruments) and place.backend == "cpu":
+        raise MemlabError("vLLM's CPU backend has no caching allocator to read: leave allocator and snapshot out")
     if neighbour and place.backend == "cpu":
         raise MemlabError("a neighbour takes a GPU's memory, and the CPU backend has none: leave neighbour out")
     played = cards.find(card) if card else None
@@ -438,8 +448,10 @@ class _LiveRun:
         if card:
             flags = self._as_on(card, flags)
         env = LOCAL_ENV if self.shape else ENV
-        if self.instruments:
+        if IN_WORKER & set(self.instruments):
             flags, env = flags.with_(extra=(*flags.extra, *READER)), {**env, **READER_ENV}
+        if "steps" in self.instruments:
+            flags = flags.with_(extra=(*flags.extra, *STEP_LINES))
         self.flags = flags
         self.told = on_phase
         self.server = server.Server(
@@ -560,9 +572,10 @@ class _LiveRun:
         def begin() -> None:
             self.server.mark("traffic")
             began.append((self.server.now(), time.time()))
+            lines.append(len(self.server.events))
             self.sampler.highest_gib()
 
-        before = self._counters() if self.several else {}
+        before, lines = self._counters() if self.several else {}, []
         if self.several and "allocator" in self.instruments:
             self.server.rpc("memlab_reset_peaks")
         if self.several and "snapshot" in self.instruments:
@@ -580,6 +593,7 @@ class _LiveRun:
                 file = str(self.folder / f"snapshot-load{number}.pickle")
                 trace = trace_since(began[0][1], **self.server.rpc("memlab_end_history", file)[0])
         after = self._counters()
+        steps = scheduled(self.server.events[lines[0] :]) if "steps" in self.instruments else None
         self.loads.append(
             Load(
                 load,
@@ -589,6 +603,7 @@ class _LiveRun:
                 self.latency,
                 allocator=allocator,
                 trace=trace,
+                steps=steps,
                 **{name: after[name] - before[name] for name in before if name in after},
             )
         )
@@ -802,6 +817,17 @@ def trace_since(start_s: float, allocated_bytes: int, events: list) -> Trace | N
     return Trace([round(at, 3) for at in times], [round(size, 4) for size in sizes])
 
 
+def scheduled(events: list[vllm_log.Event]) -> Steps | None:
+    """What the steps held whose lines are among ``events``; None where there is none."""
+    found = [event.values for event in events if event.kind == "iteration" and "elapsed_ms" in event.values]
+    found = [values for values in found if values["context_tokens"] or values["generation_tokens"]]
+    if not found:
+        return None
+    kept = found[:MOST_STEPS]
+    names = ("context_requests", "context_tokens", "generation_requests", "generation_tokens", "elapsed_ms")
+    return Steps(*([values[name] for values in kept] for name in names), left_out=len(found) - len(kept))
+
+
 def next_repeat(stem: str) -> int:
     """One more than the highest repeat of these settings among live and kept runs."""
     taken = [
@@ -843,5 +869,6 @@ def summary(found: RunRecord) -> str:
             measure = "host memory" if rank.timeline and rank.timeline.measure == "host" else "device memory"
             parts.append(f"{which}peak {show_gib(rank.seen.peak_gib)} of {measure}")
     if found.memory_back and found.memory_back.seconds is not None:
-        parts.append(f"memory back after {show_seconds(found.memory_back.seconds)}")
+        waited = found.memory_back.seconds
+        parts.append("memory back at once" if waited < 0.001 else f"memory back after {show_seconds(waited)}")
     return ", ".join(parts)
