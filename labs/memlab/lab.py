@@ -869,6 +869,5 @@ def summary(found: RunRecord) -> str:
             measure = "host memory" if rank.timeline and rank.timeline.measure == "host" else "device memory"
             parts.append(f"{which}peak {show_gib(rank.seen.peak_gib)} of {measure}")
     if found.memory_back and found.memory_back.seconds is not None:
-        waited = found.memory_back.seconds
-        parts.append("memory back at once" if waited < 0.001 else f"memory back after {show_seconds(waited)}")
+        parts.append(f"memory back after {show_seconds(found.memory_back.seconds)}")
     return ", ".join(parts)

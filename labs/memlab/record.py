@@ -83,12 +83,28 @@ class Flags:
 
 
 @dataclass(frozen=True)
+class LongPrompts:
+    """Requests of a second kind among those of a load: ``at_once`` of them each ``every_s`` seconds, the first after
+    as long. Lengths in tokens."""
+
+    input_tokens: int
+    output_tokens: int
+    requests: int
+    every_s: float
+    at_once: int = 1
+
+
+@dataclass(frozen=True)
 class Traffic:
     """Requests of random tokens. Lengths in tokens; ``concurrency`` None sends them all at once.
 
     ``shared_prefix_tokens`` of the input are the same in every request. ``requests_per_s`` spreads the requests over
     time, at random intervals of that mean rate. ``range_ratio`` varies both lengths by up to this share of them.
     ``prompt_logprobs`` asks for the log-probabilities of the prompt's own tokens, so many alternatives for each.
+    ``long_prompts`` come among these requests, which are then the short ones.
+
+    Raises:
+        ValueError: for lengths that a load of two kinds cannot vary.
     """
 
     input_tokens: int
@@ -99,6 +115,15 @@ class Traffic:
     requests_per_s: float | None = None
     range_ratio: float | None = None
     prompt_logprobs: int | None = None
+    long_prompts: LongPrompts | None = None
+
+    def __post_init__(self):
+        other = (self.shared_prefix_tokens, self.range_ratio, self.prompt_logprobs)
+        if self.long_prompts and any(value is not None for value in other):
+            raise ValueError(
+                "a load with long_prompts has two fixed lengths: leave shared_prefix_tokens, range_ratio and "
+                "prompt_logprobs out"
+            )
 
 
 @dataclass(frozen=True)
@@ -159,7 +184,8 @@ class Latency:
     """From ``vllm bench serve``. Summaries by name (mean, p50, p90, p99); ``ttft_samples_ms`` has a request each, and
     so have, in the same order, ``tpot_samples_ms`` (the mean time of a token after the first; 0 for an answer of one)
     and ``output_samples_tokens``; ``itl_quantiles_ms`` the 101 percentiles of all inter-token latencies, from the least
-    to the most."""
+    to the most. ``longest_itl_samples_ms`` has the longest of each request that had any. ``by_kind`` has ``short`` and
+    ``long``, of a load of both."""
 
     ttft_ms: dict[str, float]
     itl_ms: dict[str, float]
@@ -173,6 +199,8 @@ class Latency:
     output_tokens: int
     ttft_samples_ms: list[float] = field(default_factory=list)
     itl_quantiles_ms: list[float] = field(default_factory=list)
+    longest_itl_samples_ms: list[float] = field(default_factory=list)
+    by_kind: dict[str, "Latency"] = field(default_factory=dict)
     tpot_samples_ms: list[float] = field(default_factory=list)
     output_samples_tokens: list[int] = field(default_factory=list)
 
@@ -198,6 +226,37 @@ class Trace:
 
 
 @dataclass(frozen=True)
+class Steps:
+    """What the scheduler put into the steps of a load, a value each, from vLLM's log line for each step.
+
+    Context tokens are of prompts, generation tokens of answers. ``elapsed_ms`` is the time that vLLM states, which is
+    no step's own where it schedules one ahead of another. The first steps are kept; ``left_out`` counts the rest.
+    """
+
+    context_requests: list[int]
+    context_tokens: list[int]
+    generation_requests: list[int]
+    generation_tokens: list[int]
+    elapsed_ms: list[float]
+    left_out: int = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Of prompts and answers together, a step each."""
+        return [a + b for a, b in zip(self.context_tokens, self.generation_tokens, strict=True)]
+
+    @property
+    def most_tokens(self) -> int:
+        """In one step."""
+        return max(self.tokens)
+
+    @property
+    def most_context_tokens(self) -> int:
+        """In one step."""
+        return max(self.context_tokens)
+
+
+@dataclass(frozen=True)
 class Load:
     """One of several loads that a run sent one after the other; times on the run's clock.
 
@@ -215,6 +274,7 @@ class Load:
     prefix_cache_queries: int | None = None
     prefix_cache_hits: int | None = None
     trace: Trace | None = None
+    steps: Steps | None = None
 
 
 @dataclass(frozen=True)
@@ -260,7 +320,6 @@ class RunRecord:
     phases: list[Phase] = field(default_factory=list)
     series: Series | None = None
     latency: Latency | None = None
-    steps: list[int] | None = None
     kv: KVCache | None = None
     memory_back: MemoryBack | None = None
     instruments: list[str] = field(default_factory=list)
@@ -480,6 +539,9 @@ def validate(record: RunRecord) -> None:
                     abs(highest - rank.seen.peak_gib) < 0.001,
                     f"rank {number}: the peak is {highest:.3f} in the timeline, {rank.seen.peak_gib:.3f} in the ledger",
                 )
+    for number, steps in enumerate(load.steps for load in record.loads):
+        lengths = {len(value) for value in asdict(steps).values() if isinstance(value, list)} if steps else {1}
+        need(len(lengths) == 1, f"load {number}: the lists of its steps differ in length")
     starts = [phase.start_s for phase in record.phases]
     need(starts == sorted(starts), "the phases are out of order")
 

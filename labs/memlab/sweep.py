@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from memlab import checks, lab, process, record
 from memlab.errors import MemlabError
 from memlab.flags import ServeFlags
-from memlab.record import Neighbour, RunRecord, Traffic
+from memlab.record import LongPrompts, Neighbour, RunRecord, Traffic
 from memlab.units import show_seconds
 
 
@@ -58,15 +58,18 @@ def from_dict(data: dict) -> Setting:
     """
     try:
         given = data.get("traffic")
-        traffic = (
-            [Traffic(**each) for each in given] if isinstance(given, list) else Traffic(**given) if given else None
-        )
+        traffic = [_load(each) for each in given] if isinstance(given, list) else _load(given) if given else None
         flags, instruments = ServeFlags(**data.get("flags", {})), tuple(data.get("instruments", ()))
         neighbour = Neighbour(**data["neighbour"]) if data.get("neighbour") else None
         read = {"flags": flags, "traffic": traffic, "instruments": instruments, "neighbour": neighbour}
         return Setting(**{**data, **read})
     except TypeError as error:
         raise MemlabError(f"no setting: {data} ({error})") from error
+
+
+def _load(data: dict) -> Traffic:
+    long = data.get("long_prompts")
+    return Traffic(**{**data, **({"long_prompts": LongPrompts(**long)} if long else {})})
 
 
 def recorded(setting: Setting, known: Iterable[RunRecord], machine: str, vllm: str) -> list[RunRecord]:
