@@ -869,5 +869,6 @@ def summary(found: RunRecord) -> str:
             measure = "host memory" if rank.timeline and rank.timeline.measure == "host" else "device memory"
             parts.append(f"{which}peak {show_gib(rank.seen.peak_gib)} of {measure}")
     if found.memory_back and found.memory_back.seconds is not None:
-        parts.append(f"memory back after {show_seconds(found.memory_back.seconds)}")
+        waited = found.memory_back.seconds
+        parts.append("memory back at once" if waited < 0.001 else f"memory back after {show_seconds(waited)}")
     return ", ".join(parts)
