@@ -136,3 +136,30 @@ def test_a_consultation_hands_on_what_was_chosen_and_locks_it():
     consultation.commit.click()
     assert ward["tiny-slow"].guess == "preemption_not_oom" and ward["tiny-hoarder"].guess is None
     assert consultation.choices["tiny-slow"].disabled and "1 of 3" in consultation.said.value
+
+
+# ---- what a run can have beside its flags ----
+
+
+def test_a_variable_that_is_none_of_vllms_is_not_passed_on():
+    with pytest.raises(MemlabError, match="LD_PRELOAD"):
+        lab.run("tiny-llama", clinic.TINY, variables={"LD_PRELOAD": "x.so"}, mode="replay")
+
+
+def test_a_neighbour_needs_a_gpu(monkeypatch):
+    monkeypatch.setattr(lab, "here", lambda mode: live_on("cpu"))
+    with pytest.raises(MemlabError, match="leave neighbour out"):
+        lab.run("tiny-llama", clinic.TINY, neighbour=record.Neighbour(1.0))
+
+
+def test_variables_and_a_neighbour_set_two_runs_apart():
+    run = cuda_record("synthetic")
+    asked = (run.lab, run.model.name, run.served_flags, run.sent, run.card)
+    assert record.differences(run, *asked) == {}
+    assert set(record.differences(run, *asked, variables={"VLLM_USE_V2_MODEL_RUNNER": "0"})) == {"variables"}
+    assert set(record.differences(run, *asked, neighbour=record.Neighbour(1.0))) == {"neighbour"}
+    ids = {
+        record.make_id(run.machine, run.engine, run.model.name, run.served_flags, run.sent, run.card, 1, neighbour)
+        for neighbour in (None, record.Neighbour(1.0), record.Neighbour(1.0, "when_ready"))
+    }
+    assert len(ids) == 3

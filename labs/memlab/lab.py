@@ -494,6 +494,9 @@ class _LiveRun:
         if self.neighbour and self.neighbour.comes == when:
             self.beside.enter_context(ballast(self.devices, self.neighbour.leaves_free_gib, self.folder, "neighbour"))
 
+    def _neighbour_moved(self) -> bool:
+        return self.neighbour is not None and (self.neighbour.comes != "before" or self.neighbour.leaves_in is not None)
+
     def run(self, timeout_s: float) -> None:
         with self.beside:
             self._comes("before")
@@ -663,6 +666,8 @@ class _LiveRun:
             seen = seen_ledger(
                 timeline, stated, total, sampler.baselines_gib[number], vllm_log.free_at_start_gib(events)
             )
+            if seen and self._neighbour_moved():  # the driver's total is then not vLLM's alone
+                seen = replace(seen, context_gib=None, budget_gib=None, unprofiled_gib=None)
             ranks.append(Rank(stated, seen, timeline, self._foreign_gib(number)))
         if ranks and ranks[0].stated and ranks[0].stated.total_gib:
             machine = replace(machine, total_gib=ranks[0].stated.total_gib)
