@@ -463,3 +463,36 @@ def test_every_flag_of_a_remedy_that_the_labs_model_is_vllms():
     known = {"--" + one.name.replace("_", "-") for one in flags.MODELLED}
     named = {remedy.flag for remedy in doctor.REMEDIES.values()}
     assert {"--gpu-memory-utilization", "--max-model-len", "--max-num-seqs", "--kv-cache-dtype"} <= named & known
+
+
+# ---- a pool that was given in bytes ----
+
+TOO_LONG = (
+    "ValueError: To serve at least one request with the model's max seq len (16384), (2.0 GiB KV cache is needed, which "
+    "is larger than the available KV cache memory (1.0 GiB). Based on the available memory, the estimated maximum model "
+    "length is 8000."
+)
+
+
+def test_a_pool_of_a_given_size_is_not_moved_by_the_budget():
+    given = diagnose(TOO_LONG, command="vllm serve m --kv-cache-memory-bytes 1073741824").failures[0]
+    fix = next(fix for fix in given.fixes if fix.flag == "--kv-cache-memory-bytes")
+    assert 2 * 2**30 < fix.to < 2.1 * 2**30 and fix.gains_gib == pytest.approx(1.0, abs=0.03)
+    useless = {flag for flag, _ in given.will_not_help}
+    assert {"--gpu-memory-utilization", "--max-num-batched-tokens"} <= useless
+    assert not useless & {fix.flag for fix in given.fixes}
+    planned = diagnose(TOO_LONG, command="vllm serve m --gpu-memory-utilization 0.8").failures[0]
+    assert "--gpu-memory-utilization" in {fix.flag for fix in planned.fixes}
+    assert "--kv-cache-memory-bytes" not in {fix.flag for fix in planned.fixes}
+
+
+def test_a_pool_larger_than_the_host_is_the_hosts_memory_that_ran_out():
+    found = diagnose(
+        "ValueError: Available memory on node 0 (19.49/22.21 GiB) on kv cache allocation is less than requested memory "
+        "for kv (1024.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE, or reduce CPU memory"
+    )
+    assert found.phase == "host_ram_oom"
+    assert found.failures[0].missing_gib == pytest.approx(1004.51)
+    assert (
+        found.failures[0].fixes[0].flag == "--kv-cache-memory-bytes" and found.failures[0].fixes[0].to < 19.49 * 2**30
+    )

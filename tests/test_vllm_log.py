@@ -455,6 +455,12 @@ FAILURES = [
         {"free_gib": 3.0, "step": "startup"},
     ),
     (
+        "cpu_pool_low",
+        "ValueError: Available memory on node 0 (19.49/22.21 GiB) on kv cache allocation is less than requested memory "
+        "for kv (1024.0 GiB). Decrease --kv-cache-memory-bytes, VLLM_CPU_KVCACHE_SPACE",
+        {"free_gib": 19.49, "requested_gib": 1024.0},
+    ),
+    (
         "cpu_budget_full",
         "ValueError: The worker already uses 9.0 GiB (model weights and runtime), more than the 8.0 GiB of CPU memory",
         {"consumed_gib": 9.0, "budget_gib": 8.0},

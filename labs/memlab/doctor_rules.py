@@ -139,6 +139,7 @@ RULES: dict[str, Rule] = {
             "one request of max_model_len needs more KV cache than the pool has",
             (
                 ("max_model_len", "one request then fits the pool"),
+                ("larger_pool", "the pool has the size that was given"),
                 ("raise_utilization", "all of the added budget goes to the pool"),
                 ("fp8_kv", "half the bytes a token"),
                 ("fewer_tokens", "a smaller profiled step leaves more for the pool"),
@@ -328,8 +329,9 @@ RULES: dict[str, Rule] = {
         Rule(
             "host_ram_oom",
             "Killed; exit code 137 (SIGKILL); Cannot allocate memory",
-            "the host's or container's memory ran out, not the GPU's: the kernel ended the process",
+            "the host's or container's memory ran out, not the GPU's",
             (
+                ("pool_to_host", "on the CPU backend the pool lies in host memory"),
                 ("host_memory", "loading and each worker process take host memory"),
                 ("shared_memory", "workers exchange data through /dev/shm"),
                 ("fewer_loaders", "fewer workers read the checkpoint at once"),

@@ -89,6 +89,11 @@ class Facts:
         return None
 
     @cached_property
+    def pool_given(self) -> bool:
+        """Whether the pool's size was given in bytes, so that the budget does not decide it."""
+        return self.given.get("kv_cache_memory_bytes") is not None or bool(self.ledger and self.ledger.pool_given)
+
+    @cached_property
     def weights(self) -> float | None:
         return self.term("weights") or self.term("consumed")
 
@@ -204,7 +209,12 @@ def _missing(facts: Facts) -> float | None:
     """GiB that were lacking, on one GPU."""
     values, pool = facts.values, facts.term("kv_cache")
     pairs = (("needed_gib", "kv_cache_gib"), ("budget_gib", "free_gib"), ("tried_gib", "free_gib"))
-    for more, less in (*pairs, ("swap_gib", "host_total_gib"), ("required_gib", "current_gib")):
+    for more, less in (
+        *pairs,
+        ("swap_gib", "host_total_gib"),
+        ("required_gib", "current_gib"),
+        ("requested_gib", "free_gib"),
+    ):
         if values.get(more) is not None and values.get(less) is not None:
             lacking = values[more] - values[less]
             return lacking if lacking > 0 else None

@@ -17,6 +17,7 @@ _REFUSED = {
     "free_memory_low": "free_memory_at_startup",
     "external_weights_high": "free_memory_at_startup",
     "cpu_memory_low": "free_memory_at_startup",
+    "cpu_pool_low": "host_ram_oom",
     "kv_none": "kv_cache_none",
     "autofit_failed": "kv_cache_none",
     "cpu_budget_full": "kv_cache_none",
@@ -27,6 +28,9 @@ _REFUSED = {
     "swap_too_large": "host_swap_space_config",
     "kv_swap_exhausted": "kv_swap_exhausted",
 }
+# Where the budget sizes the pool, what leaves more of it helps; a pool that was given stays as it is.
+_BY_THE_BUDGET = {"kv_cache_none", "max_model_len_exceeds_kv", "mamba_blocks_lt_max_num_seqs"}
+_FOR_THE_BUDGET = {"raise_utilization", "fewer_tokens", "chunked_prefill", "no_estimate", "quantize", "fewer_seqs"}
 _DEVICE = {"oom", "load_oom", "sampler_oom", "pooler_oom", "cuda_oom", "cumem_oom", "cumem_error", "nccl_oom"}
 _DEVICE |= {"workspace_locked"}
 _ON_HOST = {"host_oom", "shm_full"}
@@ -39,6 +43,9 @@ def _fixes(rule: Rule, facts: Facts) -> tuple[tuple[Fix, ...], list[tuple[str, s
     fixes, useless = [], list(rule.useless)
     for name, why in rule.remedies:
         remedy = REMEDIES[name]
+        if facts.pool_given and rule.phase in _BY_THE_BUDGET and name in _FOR_THE_BUDGET:
+            useless.append((remedy.flag, "the pool has the size that was given, whatever the budget leaves"))
+            continue
         change = remedy.size(facts)
         if change is None:
             if name == "raise_utilization":
@@ -75,6 +82,8 @@ def _numbers(facts: Facts) -> str:
         return f": {get('available_blocks')} against {get('max_num_seqs')}"
     if get("free_after_gib") is not None and get("free_gib") is not None:
         return f": {show_gib(get('free_gib'))} before, {show_gib(get('free_after_gib'))} after"
+    if get("requested_gib") is not None and get("free_gib") is not None:
+        return f": {show_gib(get('requested_gib'))} were asked for, {show_gib(get('free_gib'))} of the host are free"
     if get("swap_gib") is not None and get("host_total_gib") is not None:
         return f": {show_gib(get('swap_gib'))} of {show_gib(get('host_total_gib'))}"
     pool = facts.term("kv_cache")

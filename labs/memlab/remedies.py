@@ -8,9 +8,11 @@ from math import ceil, floor
 from memlab import flags
 from memlab.facts import CONTEXTS_GIB, HIGHEST_UTILIZATION, Facts
 from memlab.ledger import weights_gib
-from memlab.units import GIB, show_gib
+from memlab.units import GIB, MIB, show_gib
 
 _RESERVE_GIB = 0.25  # given on top of what was missing, so that the next allocation of its kind fits too
+
+_BLOCKS_GIB = 0.02  # of a few blocks, and of what the log rounds away
 
 Change = tuple[object, object, float | None]
 
@@ -25,6 +27,10 @@ class Remedy:
 
 
 def _lower_utilization(facts: Facts) -> Change | None:
+    return None if facts.pool_given else _lower_share(facts)
+
+
+def _lower_share(facts: Facts) -> Change | None:
     share, total = facts.utilization, facts.total
     if share is None:
         return None, "0.05 lower", None if total is None else 0.05 * total
@@ -38,12 +44,14 @@ def _lower_utilization(facts: Facts) -> Change | None:
 def _to_what_is_free(facts: Facts) -> Change | None:
     free, total = facts.values.get("free_gib"), facts.total
     if free is None or not total or facts.utilization is None:
-        return _lower_utilization(facts)
+        return _lower_share(facts)
     to = floor(free / total * 100 - 1e-9) / 100
     return (facts.utilization, to, (facts.utilization - to) * total) if to > 0 else None
 
 
 def _raise_utilization(facts: Facts) -> Change | None:
+    if facts.pool_given:
+        return None
     share, total = facts.utilization, facts.total
     highest = HIGHEST_UTILIZATION
     if total and facts.free_at_start_gib:
@@ -57,6 +65,25 @@ def _raise_utilization(facts: Facts) -> Change | None:
     to = ceil((share + (facts.missing or 0.0) / total) * 100 + 1) / 100 if facts.missing else share + 0.05
     to = round(min(highest, to), 2)
     return share, to, (to - share) * total
+
+
+def _larger_pool(facts: Facts) -> Change | None:
+    """The pool's size where it was given: what one request needs, and a block more, which stays empty."""
+    given, needed = facts.given.get("kv_cache_memory_bytes"), facts.values.get("needed_gib")
+    if not facts.pool_given:
+        return None
+    if needed is None:
+        return given, "larger", None
+    to = ceil((needed + _BLOCKS_GIB) * GIB / MIB) * MIB
+    return given, to, to / GIB - (given / GIB if isinstance(given, int) else facts.values.get("kv_cache_gib", 0.0))
+
+
+def _pool_to_host(facts: Facts) -> Change | None:
+    free = facts.values.get("free_gib")
+    if facts.values.get("requested_gib") is None or free is None:
+        return None
+    to = max(0.0, free - _RESERVE_GIB)
+    return facts.given.get("kv_cache_memory_bytes"), int(to * GIB), facts.values["requested_gib"] - to
 
 
 def _fit_model_len(facts: Facts) -> Change | None:
@@ -208,6 +235,8 @@ REMEDIES: dict[str, Remedy] = {
     "no_estimate": Remedy("--enforce-eager", "slower decoding", _no_estimate),
     "fewer_graphs": Remedy("--max-cudagraph-capture-size", "slower decoding of larger batches", _fewer_graphs),
     "fixed_pool": Remedy("--kv-cache-memory-bytes", "a smaller KV cache; the budget no longer sizes it", _fixed_pool),
+    "larger_pool": Remedy("--kv-cache-memory-bytes", "headroom on the card", _larger_pool),
+    "pool_to_host": Remedy("--kv-cache-memory-bytes", "a smaller KV cache", _pool_to_host),
     "expandable": Remedy("PYTORCH_CUDA_ALLOC_CONF", "refused together with a KV connector", _gather),
     "end_others": Remedy("other processes (nvidia-smi)", "what they do", _end_others),
     "other_gpu": Remedy("CUDA_VISIBLE_DEVICES", "another GPU; set it before the process starts", _fixed("a free GPU")),

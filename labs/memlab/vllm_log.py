@@ -493,6 +493,10 @@ ROWS: tuple[Row, ...] = (
     Row("swap_too_large", "Too large swap space", (
         _p(r"swap space\. <<swap_gib>> out of the <<host_total_gib>> total"),
     )),
+    Row("cpu_pool_low", "is less than requested memory for kv", (
+        _p(r"on node \S{1,20} \(<free_gib>/<host_total_gib> GiB\) on kv cache allocation"),
+        _p(r"requested memory for kv \(<requested_gib>"),
+    )),  # v1/worker/cpu_worker.py:246
     Row("cpu_memory_low", "Available memory on node", (
         _p(r"on node \S{1,20} \(<free_gib>/<host_total_gib> GiB\) on (?P<step>startup|kv cache allocation) is less"),
     )),  # v1/worker/cpu_worker.py:208,246
@@ -1039,7 +1043,7 @@ OUT_OF_MEMORY = frozenset(
 # vLLM counted and refused to start: nothing was allocated in vain.
 DOES_NOT_FIT = frozenset(
     ("free_memory_low", "kv_none", "kv_too_small", "autofit_failed", "mamba_blocks", "mm_reserve_too_big")
-    + ("external_weights_high", "cpu_memory_low", "cpu_budget_full", "swap_too_large", "profile_grew")
+    + ("external_weights_high", "cpu_memory_low", "cpu_pool_low", "cpu_budget_full", "swap_too_large", "profile_grew")
 )
 ERRORS = (
     OUT_OF_MEMORY
