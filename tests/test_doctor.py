@@ -468,9 +468,9 @@ def test_every_flag_of_a_remedy_that_the_labs_model_is_vllms():
 # ---- a pool that was given in bytes ----
 
 TOO_LONG = (
-    "ValueError: To serve at least one request with the model's max seq len (16384), (2.0 GiB KV cache is needed, which "
-    "is larger than the available KV cache memory (1.0 GiB). Based on the available memory, the estimated maximum model "
-    "length is 8000."
+    "ValueError: To serve at least one request with the model's max seq len (16384), (2.0 GiB KV cache is needed, "
+    "which is larger than the available KV cache memory (1.0 GiB). Based on the available memory, the estimated "
+    "maximum model length is 8000."
 )
 
 
