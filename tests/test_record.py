@@ -38,7 +38,8 @@ def test_a_committed_record_holds(path):
     assert path.relative_to(record.RECORDS).parts == (found.machine.name, found.lab, f"{found.id}.json")
     identities = [identity for rank in found.ranks for view in (rank.stated, rank.seen) if view for identity in
                   view.identities()]  # fmt: skip
-    assert identities or found.outcome != "ok", "a served run whose ledger nothing can be said of"
+    known = identities or found.outcome != "ok" or found.engine.backend == "cpu"
+    assert known, "a served run on a GPU whose ledger nothing can be said of"
     assert all(identity.holds for identity in identities)
 
 

@@ -239,7 +239,7 @@ PATIENTS = {
         ),
         _patient(
             "tiny-slow",
-            "A tiny model on the CPU backend. All requests are answered, but some take far longer than others.",
+            "A tiny model on the CPU backend. All requests are answered, but a counter called preemptions goes up.",
             "preemption_not_oom",
             TINY.with_(kv_cache_memory_bytes=16 * MIB, max_model_len=4096),
             Traffic(300, 100, requests=24),
