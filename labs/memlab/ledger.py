@@ -11,9 +11,13 @@ vLLM decides at start-up. 0.26 (vllm/v1/worker/gpu_worker.py:509-553):
 
 from dataclasses import asdict, dataclass, field, fields
 
+from memlab import weights
+from memlab.estimates import Step, buffers_gib, captured_gib, graphs_gib, step
 from memlab.flags import ServeFlags
+from memlab.kv_layout import Layout, layout
 from memlab.shapes import ModelShape
 from memlab.units import GIB
+from memlab.versions import Rules, rules_for
 
 VIEWS = ("predicted", "stated", "seen")
 
@@ -129,17 +133,25 @@ LEDGER_FIELDS = tuple(field.name for field in fields(MemoryLedger))
 
 # ---- prediction ----
 
-PLANNER = 2  # raise it with every change of a rule, so that a record says which rule it was compared with
+PLANNER = 3  # raise it with every change of a rule, so that a record says which rule it was compared with
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A predicted ledger with a band for each term: the lowest and the highest value expected, in GiB."""
+    """A predicted ledger with a band for each term: the lowest and the highest value expected, in GiB.
+
+    With pipeline parallelism the ledger is the first stage's, while blocks and tokens are those of the stage that has
+    fewest, as vLLM takes them.
+    """
 
     ledger: MemoryLedger
     bands: dict[str, tuple[float, float]] = field(default_factory=dict)
     kv_tokens: int | None = None
     planner: int = PLANNER
+    kv_blocks: int | None = None
+    max_concurrency: float | None = None
+    needed_gib: float | None = None
+    step: Step | None = None
 
     def to_dict(self) -> dict:
         """For a record: what is known, rounded to a MiB."""
@@ -150,104 +162,130 @@ class Prediction:
 
 
 def weights_gib(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
-    """Parameters and the table of rotary embeddings (cos and sin for every position), for one rank.
-
-    Norms are replicated and embeddings divided with the rest; the error of dividing all is below a tenth of a percent.
-    """
-    rotary = shape.max_position_embeddings * shape.head_dim * shape.dtype_bytes
-    return (shape.parameters() * shape.dtype_bytes / tensor_parallel_size + rotary) / GIB
+    """Parameters and tables of one rank, as they lie in memory; see ``weights``."""
+    return weights.stage_gib(shape, tensor_parallel_size)
 
 
-def buffers_gib(shape: ModelShape, max_num_seqs: int, max_model_len: int, block_size: int = 16) -> float:
-    """What the second model runner keeps for each sequence it may run.
-
-    Counts of output tokens (int32 × vocabulary), a bit mask of prompt tokens and one of the grammar (vocabulary / 8
-    each), and the block table twice (int32 × blocks). Source: vllm/v1/worker/gpu/sample/penalties.py:43-50,
-    structured_outputs.py and block_table.py (0.33).
-    """
-    per_sequence = shape.vocab_size * (4 + 2 / 8) + 2 * 4 * (-(-max_model_len // block_size))
-    return max_num_seqs * per_sequence / GIB
+_CONTEXT_GIB = (0.70, 0.35, 1.00)  # H200, CUDA 13; the band covers other cards
 
 
-def activation_gib(shape: ModelShape, max_num_batched_tokens: int, max_num_seqs: int, compiled: bool) -> float:
-    """Peak of the profiled step: the larger of the forward pass and the sampler.
-
-    Forward: the gated MLP's two inputs and its product, with three rows of the hidden size; torch.compile keeps three
-    more (fitted to records of 0.33). Sampler: the profile's second pass samples with top-k and top-p through
-    FlashInfer, as `pip install vllm` has it, which holds the logits in the model's type and three float32 copies for
-    each sequence, while the step's hidden states are still there (vllm/v1/worker/gpu/model_runner.py:993-1014 and
-    vllm/v1/sample/ops/topk_topp_sampler.py, 0.33). Without FlashInfer it is one float32 copy.
-    """
-    rows = 6 if compiled else 3
-    forward = max_num_batched_tokens * (3 * shape.intermediate_size + rows * shape.hidden_size) * shape.dtype_bytes
-    logits = min(max_num_seqs, max_num_batched_tokens) * shape.vocab_size * (shape.dtype_bytes + 12)
-    sampler = logits + max_num_batched_tokens * shape.hidden_size * shape.dtype_bytes
-    return max(forward, sampler) / GIB
+@dataclass(frozen=True)
+class _Stage:
+    terms: dict[str, float]
+    bands: dict[str, tuple[float, float]]
+    graphs: float | None
+    subtracted: bool
+    step: Step
+    layout: Layout
 
 
-# Fitted to records of vLLM 0.33.0 on an H200, CUDA 13; the bands cover other cards.
-_CONTEXT_GIB = (0.70, 0.35, 1.00)
-_NON_TORCH_GIB = (0.12, 0.05, 0.35)
-_GRAPH_LAYER_GIB = 0.92 / (51 * 32)  # estimate for one graph of one layer
-_GRAPHS = 51  # captured sizes up to 512
+def _stage(shape: ModelShape, flags: ServeFlags, rules: Rules, number: int) -> _Stage:
+    """Terms of one rank of one stage of the pipeline."""
+    ranks, stages = flags.tensor_parallel_size or 1, shape.stages(flags.pipeline_parallel_size or 1)
+    first, end = stages[number]
+    block, eager = flags.block_size or 16, bool(flags.enforce_eager)
+    seqs, length = flags.max_num_seqs, flags.max_model_len
+    weight = weights.stage_gib(shape, ranks, (first, end), rules.split_limit)
+    weight = max(0.0, weight - (flags.cpu_offload_gb or 0.0))
+    runner = rules.runner(shape.is_mixture, len(set(shape.kinds())) > 1)
+    ends = {"first": number == 0, "last": number == len(stages) - 1}
+    sizes = (flags.max_num_batched_tokens, seqs, length)
+    profiled = step(shape, rules, *sizes, not eager, ranks, block, **ends)
+    non_torch, low, high = rules.parallel_non_torch_gib if ranks > 1 else rules.non_torch_gib
+    graphs = None if eager else graphs_gib(shape, runner, seqs, flags.max_cudagraph_capture_size, end - first)
+    subtracted = graphs is not None and runner in rules.graphs_off_pool
+    slack = 0.04 + 0.04 * profiled.peak_gib
+    retained = profiled.retained_gib
+    activation = profiled.peak_gib
+    bands = {"weights": (weight * 0.998 - 0.02, weight * 1.002 + 0.05)}
+    if rules.consumed:
+        buffers = buffers_gib(shape, seqs, length, block)
+        terms = {"consumed": weight + buffers + non_torch + retained}
+        bands["consumed"] = (weight + buffers + low + 0.9 * retained, weight + 1.1 * buffers + high + 1.1 * retained)
+    else:
+        activation += retained
+        terms = {"non_torch": non_torch}
+        bands["non_torch"] = (low, high)
+    slack += 0.05 if retained or profiled.vision_gib else 0.0
+    bands["activation"] = (activation - slack, activation + slack)
+    if graphs is not None:
+        bands["cuda_graphs_estimated"] = (0.4 * graphs, 2.0 * graphs)
+    hybrid = "--disable-hybrid-kv-cache-manager" not in flags.extra
+    pages = layout(shape, flags.kv_cache_dtype or "auto", ranks, block, (first, end), hybrid)
+    return _Stage({"weights": weight, **terms, "activation": activation}, bands, graphs, subtracted, profiled, pages)
 
 
 def predict(
     shape: ModelShape, total_gib: float, flags: ServeFlags, vllm_version: tuple[int, int] = (0, 33)
 ) -> Prediction:
-    """The ledger of one rank before anything is started, for a dense shape on a GPU.
+    """The ledger of one rank before anything is started, on a GPU.
 
     Args:
-        shape: of the model.
+        shape: of the model, as its checkpoint is.
         total_gib: the card's memory as CUDA reports it.
         flags: resolved (``flags.resolve``): the scheduler's flags must be set.
-        vllm_version: 0.27 to 0.33, whose accounting it follows.
+        vllm_version: whose accounting is followed (``versions.rules_for``).
 
     Returns:
-        The ledger with ``consumed`` and, where graphs are on, their estimate; bands for what is not exact.
+        The ledger with what the version states; bands for what is not exact.
+
+    Raises:
+        ShapeError: for a data type or quantization that cannot be counted.
     """
-    ranks = flags.tensor_parallel_size or 1
-    utilization = 0.92 if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization
-    eager = bool(flags.enforce_eager)
-    budget = total_gib * utilization
-    weights = weights_gib(shape, ranks)
-    buffers = buffers_gib(shape, flags.max_num_seqs, flags.max_model_len, flags.block_size or 16)
-    non_torch, non_torch_low, non_torch_high = _NON_TORCH_GIB
-    consumed = weights + buffers + non_torch
-    activation = activation_gib(shape, flags.max_num_batched_tokens, flags.max_num_seqs, not eager)
-    graphs = None if eager else _GRAPH_LAYER_GIB * _GRAPHS * shape.num_hidden_layers
-    slack = 0.04 + 0.04 * activation
-    bands = {
-        "weights": (weights - 0.02, weights + 0.05),
-        "consumed": (weights + buffers + non_torch_low, weights + 1.1 * buffers + non_torch_high),
-        "activation": (activation - slack, activation + slack),
-        "context": _CONTEXT_GIB[1:],
-    }
-    if graphs is not None:
-        bands["cuda_graphs_estimated"] = (0.4 * graphs, 2.0 * graphs)
-    given = flags.kv_cache_memory_bytes
-    if given is not None:
-        kv = given / GIB
-    else:
-        kv = budget - consumed - activation - (graphs or 0.0)
-        others = ("consumed", "activation", *(("cuda_graphs_estimated",) if graphs is not None else ()))
-        bands["kv_cache"] = (
-            budget - sum(bands[name][1] for name in others),
-            budget - sum(bands[name][0] for name in others),
-        )
-    per_token = shape.kv_bytes_per_token(flags.kv_cache_dtype or "auto", ranks)
-    block = flags.block_size or 16
+    rules = rules_for(vllm_version)
+    shape = shape.served(flags.dtype, flags.quantization)
+    utilization = flags.gpu_memory_utilization
+    budget = total_gib * (rules.default_utilization if utilization is None else utilization)
+    stages = [_stage(shape, flags, rules, number) for number in range(flags.pipeline_parallel_size or 1)]
+    pools = [_pool(stage, flags, rules, budget) for stage in stages]
+    here, kv = stages[0], pools[0]
+    blocks = min(int(pool * GIB // stage.layout.bytes_per_block) for pool, stage in zip(pools, stages, strict=True))
+    blocks = max(0, blocks)
+    if flags.num_gpu_blocks_override is not None:
+        blocks = flags.num_gpu_blocks_override
+    length, pages = flags.max_model_len, here.layout
+    in_flight = in_flight_tokens(flags, rules)
+    per_request = pages.blocks_per_request(length, in_flight)
+    concurrency = blocks / per_request
+    tokens = blocks // len(pages.groups) * pages.block_size if rules.tokens_by_blocks else int(concurrency * length)
+    bands = dict(here.bands)
+    terms = [name for name in ("weights", "non_torch", "consumed", "activation") if name in here.terms]
+    if rules.consumed:
+        terms.remove("weights")
+    if here.subtracted:
+        terms.append("cuda_graphs_estimated")
+    if flags.kv_cache_memory_bytes is None:
+        bands["kv_cache"] = tuple(budget - sum(bands[name][end] for name in terms) for end in (1, 0))
+    bands["context"] = _CONTEXT_GIB[1:]
     ledger = MemoryLedger(
         view="predicted",
         total_gib=total_gib,
         budget_gib=budget,
         context_gib=_CONTEXT_GIB[0],
-        weights_gib=weights,
-        consumed_gib=consumed,
-        activation_gib=activation,
-        cuda_graphs_estimated_gib=graphs,
+        cuda_graphs_estimated_gib=here.graphs,
+        cuda_graphs_actual_gib=None if here.graphs is None or here.subtracted else _captured(shape, flags, rules),
         kv_cache_gib=kv,
-        graphs_subtracted=None if graphs is None else True,
-        pool_given=given is not None or None,
+        graphs_subtracted=None if here.graphs is None else here.subtracted,
+        pool_given=flags.kv_cache_memory_bytes is not None or None,
+        **{f"{name}_gib": value for name, value in here.terms.items()},
     )
-    return Prediction(ledger, bands, max(0, int(kv * GIB // (per_token * block)) * block))
+    needed = per_request * max(stage.layout.bytes_per_block for stage in stages) / GIB
+    return Prediction(ledger, bands, tokens, PLANNER, blocks, concurrency, needed, here.step)
+
+
+def in_flight_tokens(flags: ServeFlags, rules: Rules) -> int:
+    """Tokens of the steps that may be under way at once (vllm/config/vllm.py, 0.33:588-609)."""
+    batches = rules.in_flight_batches - 1 + (flags.pipeline_parallel_size or 1)
+    return (1 if "--no-async-scheduling" in flags.extra else batches) * flags.max_num_batched_tokens
+
+
+def _pool(stage: _Stage, flags: ServeFlags, rules: Rules, budget: float) -> float:
+    if flags.kv_cache_memory_bytes is not None:
+        return flags.kv_cache_memory_bytes / GIB
+    taken = sum(stage.terms.values()) - (stage.terms["weights"] if rules.consumed else 0.0)
+    return budget - taken - (stage.graphs if stage.subtracted else 0.0)
+
+
+def _captured(shape: ModelShape, flags: ServeFlags, rules: Rules) -> float:
+    first, end = shape.stages(flags.pipeline_parallel_size or 1)[0]
+    return captured_gib("V1", end - first)

@@ -330,9 +330,9 @@ class Panel:
     def _models(self) -> list[str]:
         """The lab models that fit: on the CPU those whose weights take less than a quarter of the host's memory."""
         if self.here.backend != "cpu":
-            return list(shapes.LAB_MODELS)
+            return list(shapes.PANEL_MODELS)
         limit = (self.here.machine.total_gib or 0) / 4
-        return [name for name, shape in shapes.LAB_MODELS.items() if ledger.weights_gib(shape) < limit]
+        return [name for name in shapes.PANEL_MODELS if ledger.weights_gib(shapes.LAB_MODELS[name]) < limit]
 
     def _values(self, name: str) -> tuple:
         machine, shape = self.here.machine, self.shape

@@ -1,18 +1,79 @@
 """``ModelShape``: what memory depends on in a model's ``config.json``, and the shapes that the labs use."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
+from memlab import quantization
+from memlab import vision as towers
+from memlab.configs import LAB_CONFIGS, PLANNER_CONFIGS
 from memlab.errors import ShapeError
+from memlab.quantization import Quantization
+from memlab.vision import Vision
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
+FULL, SLIDING, CHUNKED = "full", "sliding", "chunked"
+_LAYER_TYPES = {"full_attention": FULL, "sliding_attention": SLIDING, "chunked_attention": CHUNKED}
+VOCABULARY_PADDING = 64  # vllm/model_executor/layers/vocab_parallel_embedding.py
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of a mixture: how many, how many a token goes to, the width of one, in which layers.
+
+    ``shared_size`` is the width of the expert that every token takes; ``bias`` says that experts have biases,
+    ``router_bias`` that the router has one, ``shared_gate`` that the shared expert is weighed by a gate.
+    """
+
+    count: int
+    per_token: int
+    intermediate_size: int
+    layers: frozenset[int]
+    shared_size: int = 0
+    bias: bool = False
+    router_bias: bool = False
+    shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention: the ranks of the latent vectors and the parts of a head.
+
+    The KV cache holds one vector of ``kv_lora_rank`` + ``qk_rope_head_dim`` a token and layer.
+    """
+
+    q_lora_rank: int | None
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+
+    @property
+    def size(self) -> int:
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """``count`` matrices of inputs × outputs that one rank holds as one allocation; ``part`` says what they are."""
+
+    part: str
+    inputs: int
+    outputs: int
+    count: int = 1
+
+    @property
+    def elements(self) -> int:
+        return self.inputs * self.outputs * self.count
 
 
 @dataclass(frozen=True)
 class ModelShape:
-    """A dense decoder with grouped-query attention and a gated MLP; sizes in elements unless named otherwise.
+    """A decoder's sizes, in elements unless named otherwise.
 
     ``bias`` is that of the query, key and value projections (Qwen2 has one, Llama has none). ``sliding_window`` is how
-    many tokens back every layer looks; None for all of them.
+    many tokens back a layer of ``layer_types`` "sliding" looks, ``attention_chunk_size`` the same for "chunked".
+    ``rotary_positions`` is how many rows of ``rotary_dim`` the rotary embeddings' tables have. ``max_model_len`` is the
+    longest request that vLLM allows by default.
     """
 
     architecture: str
@@ -28,115 +89,451 @@ class ModelShape:
     dtype: str
     bias: bool = False
     sliding_window: int | None = None
+    attention_chunk_size: int | None = None
+    layer_types: tuple[str, ...] = ()
+    max_model_len: int = 0
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    rotary_dim: int = 0
+    rotary_positions: int = 0
+    experts: Experts | None = None
+    latent: Latent | None = None
+    quantization: Quantization | None = None
+    vision: Vision | None = None
+    config: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def dtype_bytes(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
-    def parameters(self) -> int:
-        """Number of parameters. Llama-3.1-8B has 8,030,261,248.
+    @property
+    def uses_latent_attention(self) -> bool:
+        return self.latent is not None
 
-        Source: the module list of vllm/model_executor/models/{llama,qwen2}.py; Mistral is Llama there.
+    @property
+    def is_mixture(self) -> bool:
+        return self.experts is not None
+
+    def parameters(self) -> int:
+        """Number of parameters, of a vision tower too. Llama-3.1-8B has 8,030,261,248.
+
+        Source: the module lists of vllm/model_executor/models/.
         """
-        query = self.num_attention_heads * self.head_dim
-        key_value = 2 * self.num_key_value_heads * self.head_dim
-        attention = self.hidden_size * (query + key_value) + query * self.hidden_size
-        if self.bias:
-            attention += query + key_value
-        mlp = 3 * self.hidden_size * self.intermediate_size
-        norms = 2 * self.hidden_size
-        embeddings = self.vocab_size * self.hidden_size * (1 if self.tie_word_embeddings else 2)
-        return self.num_hidden_layers * (attention + mlp + norms) + self.hidden_size + embeddings
+        layers = sum(count * sum(t.elements for t in tensors) for count, tensors in self.layers(1))
+        ends = sum(tensor.elements for tensor in (*self.first(1, padded=False), *self.last(1, padded=False)))
+        return layers + ends
+
+    def kv_heads(self, tensor_parallel_size: int = 1) -> int:
+        """Heads in the KV cache of one rank; what does not divide further is replicated.
+
+        Source: vllm/config/model.py (0.26:1328-1339). Latent attention has one.
+        """
+        return 1 if self.latent else max(1, self.num_key_value_heads // tensor_parallel_size)
 
     def kv_bytes_per_token(self, kv_cache_dtype: str = "auto", tensor_parallel_size: int = 1) -> int:
-        """Bytes of KV cache that one token takes on one rank: 2 × kv heads of the rank × head_dim × bytes × layers.
+        """Bytes of KV cache that one token takes on one rank, in all layers, where none is left out by a window.
 
-        ``auto`` is the model's own data type. Source: vllm/v1/kv_cache_interface.py (0.26:327-342) and, for heads that
-        do not divide further, vllm/config/model.py (0.26:1328-1339).
+        2 × kv heads of the rank × head_dim × bytes × layers; for latent attention the latent vector × bytes × layers.
+        ``auto`` is the model's own data type. Source: vllm/v1/kv_cache_interface.py (0.26:327-342).
 
         Raises:
             ShapeError: for a data type of the KV cache that this module does not know.
         """
+        return self.kv_bytes_per_layer(kv_cache_dtype, tensor_parallel_size) * self.num_hidden_layers
+
+    def kv_bytes_per_layer(self, kv_cache_dtype: str = "auto", tensor_parallel_size: int = 1) -> int:
+        """The same of one layer."""
+        size = self._kv_element(kv_cache_dtype)
+        if self.latent:
+            return 656 if kv_cache_dtype == "fp8_ds_mla" else int(self.latent.size * size)
+        scales = 8 if kv_cache_dtype.endswith("per_token_head") else 0
+        return self.kv_heads(tensor_parallel_size) * int(2 * self.head_dim * size + scales)
+
+    def _kv_element(self, kv_cache_dtype: str) -> float:
+        known = {**DTYPE_BYTES, "fp8_ds_mla": 1, "int8_per_token_head": 1, "fp8_per_token_head": 1}
         dtype = self.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
-        if dtype not in DTYPE_BYTES:
-            raise ShapeError(f"no size is known for kv_cache_dtype {dtype!r}: use one of {', '.join(DTYPE_BYTES)}")
-        heads = max(1, self.num_key_value_heads // tensor_parallel_size)
-        return 2 * heads * self.head_dim * DTYPE_BYTES[dtype] * self.num_hidden_layers
+        if dtype not in known:
+            raise ShapeError(f"no size is known for kv_cache_dtype {dtype!r}: use one of auto, {', '.join(known)}")
+        return known[dtype]
+
+    def kinds(self) -> tuple[str, ...]:
+        """What each layer looks at: ``full``, ``sliding`` or ``chunked``."""
+        return self.layer_types or (FULL,) * self.num_hidden_layers
+
+    # ---- what one rank of tensor parallelism holds ----
+
+    def layers(
+        self, tensor_parallel_size: int, first: int = 0, end: int | None = None, without: frozenset[int] = frozenset()
+    ) -> list[tuple[int, list[Tensor]]]:
+        """Layers from ``first`` up to ``end`` as (how many are alike, the tensors of one of them)."""
+        end = self.num_hidden_layers if end is None else end
+        kinds: dict[bool, tuple[int, int]] = {}
+        for layer in range(first, end):
+            if layer not in without:
+                kind = self.experts is not None and layer in self.experts.layers
+                count, example = kinds.get(kind, (0, layer))
+                kinds[kind] = count + 1, example
+        return [(count, self.layer(example, tensor_parallel_size)) for count, example in kinds.values()]
+
+    def layer(self, number: int, tensor_parallel_size: int = 1) -> list[Tensor]:
+        """The tensors of one layer on one rank, merged as vLLM merges them (query, key and value; gate and up)."""
+        tensors = self._latent(tensor_parallel_size) if self.latent else self._attention(tensor_parallel_size)
+        hidden = self.hidden_size
+        tensors.append(Tensor("norm", 1, self.norms * hidden * (2 if self.norm_bias else 1)))
+        experts = self.experts
+        if experts is None or number not in experts.layers:
+            return tensors + self._mlp("mlp", self.intermediate_size, tensor_parallel_size, self.mlp_bias)
+        width, ranks = _share(experts.intermediate_size, tensor_parallel_size), experts.count
+        tensors += [
+            Tensor("router", hidden, experts.count),
+            Tensor("experts", hidden, 2 * width, ranks),
+            Tensor("experts", width, hidden, ranks),
+        ]
+        if experts.router_bias:
+            tensors.append(Tensor("bias", 1, experts.count))
+        if experts.bias:
+            tensors += [Tensor("bias", 1, 2 * width, ranks), Tensor("bias", 1, hidden, ranks)]
+        if experts.shared_size:
+            tensors += self._mlp("shared_expert", experts.shared_size, tensor_parallel_size, False)
+        if experts.shared_gate:
+            tensors.append(Tensor("router", hidden, 1))
+        return tensors
+
+    def _attention(self, tensor_parallel_size: int) -> list[Tensor]:
+        heads = _share(self.num_attention_heads, tensor_parallel_size)
+        query, pair = heads * self.head_dim, 2 * self.kv_heads(tensor_parallel_size) * self.head_dim
+        tensors = [
+            Tensor("attention", self.hidden_size, query + pair),
+            Tensor("attention", query, self.hidden_size),
+        ]
+        if self.bias:
+            tensors.append(Tensor("bias", 1, query + pair))
+        if self.output_bias:
+            tensors.append(Tensor("bias", 1, self.hidden_size))
+        if self.qk_norm:
+            tensors.append(Tensor("norm", 2, self.head_dim))
+        if self.sinks:
+            tensors.append(Tensor("bias", 1, heads))
+        return tensors
+
+    def _latent(self, tensor_parallel_size: int) -> list[Tensor]:
+        latent, hidden = self.latent, self.hidden_size
+        heads = _share(self.num_attention_heads, tensor_parallel_size)
+        query = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
+        tensors = [
+            Tensor("attention", hidden, latent.size),
+            Tensor("norm", 1, latent.kv_lora_rank),
+            Tensor("attention", latent.kv_lora_rank, heads * (latent.qk_nope_head_dim + latent.v_head_dim)),
+            Tensor("attention", heads * latent.v_head_dim, hidden),
+        ]
+        if latent.q_lora_rank is None:
+            return [*tensors, Tensor("attention", hidden, query)]
+        rank = latent.q_lora_rank
+        return [
+            *tensors,
+            Tensor("attention", hidden, rank),
+            Tensor("norm", 1, rank),
+            Tensor("attention", rank, query),
+        ]
+
+    def _mlp(self, part: str, intermediate: int, tensor_parallel_size: int, bias: bool) -> list[Tensor]:
+        width, hidden = _share(intermediate, tensor_parallel_size), self.hidden_size
+        inner = (2 if self.gated else 1) * width
+        tensors = [Tensor(part, hidden, inner), Tensor(part, width, hidden)]
+        return tensors + ([Tensor("bias", 1, inner + hidden)] if bias else [])
+
+    def first(self, tensor_parallel_size: int, padded: bool = True) -> list[Tensor]:
+        """What the first stage holds besides its layers: the embeddings, and a vision tower."""
+        tower = []
+        if self.vision:
+            tower = [Tensor("vision", 1, _share(self.vision.layers, tensor_parallel_size) + self.vision.ends)]
+        return [self._vocabulary("embedding", tensor_parallel_size, padded), *tower]
+
+    def last(self, tensor_parallel_size: int, padded: bool = True) -> list[Tensor]:
+        """What the last stage holds besides its layers: the last norm, and the head unless it is the embeddings."""
+        tensors = [Tensor("norm", 1, self.hidden_size * (2 if self.norm_bias else 1))]
+        if not self.tie_word_embeddings:
+            tensors.append(self._vocabulary("head", tensor_parallel_size, padded))
+        if self.head_bias:
+            tensors.append(Tensor("bias", 1, self.vocab_size))
+        return tensors
+
+    def _vocabulary(self, part: str, tensor_parallel_size: int, padded: bool) -> Tensor:
+        rows = self.vocab_size
+        if padded:
+            rows = _share(-(-rows // VOCABULARY_PADDING) * VOCABULARY_PADDING, tensor_parallel_size)
+        return Tensor(part, self.hidden_size, rows)
+
+    def stages(self, pipeline_parallel_size: int) -> list[tuple[int, int]]:
+        """(first, end) layers of each stage; what does not divide goes to the stages before the last.
+
+        Source: vllm/distributed/utils.py, ``get_pp_indices`` (0.33:198-245).
+        """
+        share, rest = divmod(self.num_hidden_layers, pipeline_parallel_size)
+        sizes = [share] * pipeline_parallel_size
+        for number in range(2, rest + 2):
+            sizes[-number] += 1
+        ends = [sum(sizes[: number + 1]) for number in range(pipeline_parallel_size)]
+        return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def served(self, dtype: str | None = None, quantize: str | None = None) -> "ModelShape":
+        """The shape as ``--dtype`` and ``--quantization`` change it; ``auto`` and None leave it.
+
+        Raises:
+            ShapeError: for a data type or method that cannot be had of this checkpoint.
+        """
+        found = self
+        if dtype not in (None, "auto"):
+            name = {"half": "float16", "float": "float32"}.get(dtype, dtype)
+            if name not in ("float16", "bfloat16", "float32"):
+                raise ShapeError(f"dtype {dtype!r} is none of vLLM's: auto, half, float16, bfloat16, float, float32")
+            found = replace(found, dtype=name)
+        elif found.dtype == "float32":
+            found = replace(found, dtype="bfloat16")  # vllm/config/model.py: auto never serves float32 as it is
+        if quantize and found.quantization is None:
+            found = replace(found, quantization=quantization.from_flag(quantize))
+        return found
 
     def to_config(self) -> dict:
         """The ``config.json`` of a model of this shape."""
-        window = {} if self.sliding_window is None else {"sliding_window": self.sliding_window}
-        return window | {
-            "architectures": [self.architecture],
-            "model_type": _MODEL_TYPES[self.architecture],
-            "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
-            "num_hidden_layers": self.num_hidden_layers,
-            "num_attention_heads": self.num_attention_heads,
-            "num_key_value_heads": self.num_key_value_heads,
-            "head_dim": self.head_dim,
-            "vocab_size": self.vocab_size,
-            "max_position_embeddings": self.max_position_embeddings,
-            "tie_word_embeddings": self.tie_word_embeddings,
-            "torch_dtype": self.dtype,
-            "hidden_act": "silu",
-            "rms_norm_eps": 1e-5,
-            "rope_theta": 500000.0,
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-        }
+        return dict(self.config)
 
 
-_MODEL_TYPES = {"LlamaForCausalLM": "llama", "MistralForCausalLM": "mistral", "Qwen2ForCausalLM": "qwen2"}
+def _share(size: int, ranks: int) -> int:
+    return -(-size // ranks)
 
 
-def from_config(config: dict) -> ModelShape:
+# ---- reading config.json ----
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What a family's code has that its ``config.json`` does not say."""
+
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+    tied: bool = False
+    two_rotaries: bool = False
+
+
+_LLAMA = _Family()
+_GEMMA_3 = _Family(norms=4, qk_norm=True, tied=True, two_rotaries=True)
+_FAMILIES = {
+    "LlamaForCausalLM": _LLAMA,
+    "MistralForCausalLM": _LLAMA,
+    "GraniteForCausalLM": _Family(tied=True),
+    "Phi3ForCausalLM": _LLAMA,
+    "PhiForCausalLM": _Family(True, True, True, True, gated=False, norms=1, norm_bias=True),
+    "Qwen2ForCausalLM": _Family(qkv_bias=True),
+    "Qwen3ForCausalLM": _Family(qk_norm=True),
+    "GemmaForCausalLM": _Family(tied=True),
+    "Gemma2ForCausalLM": _Family(norms=4, tied=True),
+    "Gemma3ForCausalLM": _GEMMA_3,
+    "Gemma3ForConditionalGeneration": _GEMMA_3,
+    "MixtralForCausalLM": _LLAMA,
+    "Qwen2MoeForCausalLM": _Family(qkv_bias=True),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True),
+    "DeepseekV2ForCausalLM": _LLAMA,
+    "DeepseekV3ForCausalLM": _LLAMA,
+    "GptOssForCausalLM": _Family(True, True, sinks=True),
+    "Llama4ForCausalLM": _LLAMA,
+    "Llama4ForConditionalGeneration": _LLAMA,
+    "Mistral3ForConditionalGeneration": _LLAMA,
+    "LlavaNextForConditionalGeneration": _LLAMA,
+    "KimiVLForConditionalGeneration": _LLAMA,
+}
+ARCHITECTURES = tuple(_FAMILIES)
+_STATE_SPACE = ("mamba", "ssm", "linear_num_key_heads", "recurrent", "kda")
+
+
+def from_config(config: Mapping) -> ModelShape:
     """``ModelShape`` from a Hugging Face ``config.json``, already parsed.
+
+    A multimodal model's text is read from its ``text_config``.
 
     Raises:
         ShapeError: for an architecture that this module does not count, or a missing field.
     """
     architecture = (config.get("architectures") or ["?"])[0]
-    if architecture not in _MODEL_TYPES:
+    text = config.get("text_config") or config.get("llm_config") or config
+    if architecture not in _FAMILIES:
+        state = [key for key in text if any(word in key for word in _STATE_SPACE)]
+        why = f" (it keeps a state besides the KV cache: {state[0]})" if state else ""
         raise ShapeError(
-            f"{architecture} is not counted yet: the shapes known here are {', '.join(_MODEL_TYPES)}. "
+            f"{architecture} is not counted yet{why}: the shapes known here are {', '.join(_FAMILIES)}. "
             "The labs still run it and measure it"
         )
     try:
-        heads = config["num_attention_heads"]
-        return ModelShape(
-            architecture=architecture,
-            hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
-            num_hidden_layers=config["num_hidden_layers"],
-            num_attention_heads=heads,
-            num_key_value_heads=config.get("num_key_value_heads") or heads,
-            head_dim=config.get("head_dim") or config["hidden_size"] // heads,
-            vocab_size=config["vocab_size"],
-            max_position_embeddings=config["max_position_embeddings"],
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            dtype=config.get("dtype") or config.get("torch_dtype") or "float16",
-            bias=architecture.startswith("Qwen2"),
-            sliding_window=config.get("sliding_window") if architecture.startswith("Mistral") else None,
-        )
+        return _read(architecture, config, _whole(text, architecture))
     except KeyError as missing:
         raise ShapeError(f"config.json has no {missing}: give the file of the model itself, whole") from missing
+    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
+        raise ShapeError(f"config.json has a field of another kind than expected ({wrong})") from wrong
 
 
-def _llama(layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary, length) -> ModelShape:
-    sizes = (hidden, intermediate, layers, heads, kv_heads, head_dim, vocabulary, length)
-    return ModelShape("LlamaForCausalLM", *sizes, tie_word_embeddings=False, dtype="bfloat16")
-
-
-# Sizes from the config.json of each model on Hugging Face; weights are never needed (--load-format dummy).
-LAB_MODELS = {
-    "llama-3.1-8b": _llama(32, 4096, 14336, 32, 8, 128, 128256, 131072),
-    "llama-2-13b": _llama(40, 5120, 13824, 40, 40, 128, 32000, 4096),
-    "llama-2-70b-rank-of-8": _llama(80, 8192, 3584, 8, 1, 128, 4000, 4096),
-    "tiny-llama": _llama(4, 256, 1024, 8, 4, 32, 4096, 8192),
-    "qwen2.5-0.5b": ModelShape("Qwen2ForCausalLM", 896, 4864, 24, 14, 2, 64, 151936, 32768, True, "bfloat16", True),
-    "mistral-7b-v0.1": ModelShape(
-        "MistralForCausalLM", 4096, 14336, 32, 32, 8, 128, 32000, 32768, False, "bfloat16", sliding_window=4096
-    ),
-    "qwen2.5-7b": ModelShape("Qwen2ForCausalLM", 3584, 18944, 28, 28, 4, 128, 152064, 32768, False, "bfloat16", True),
+# What the class of a configuration fills in where a published file leaves it out (transformers).
+_GEMMA_3_TEXT = {"vocab_size": 262208, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_DEFAULTS = {
+    "Gemma3ForConditionalGeneration": {**_GEMMA_3_TEXT, "max_position_embeddings": 131072, "sliding_window": 4096},
+    "LlavaNextForConditionalGeneration": {"rms_norm_eps": 1e-5},
 }
+
+
+def _whole(text: Mapping, architecture: str) -> Mapping:
+    return {**_DEFAULTS.get(architecture, {}), **text}
+
+
+def _read(architecture: str, config: Mapping, text: Mapping) -> ModelShape:
+    family, heads = _FAMILIES[architecture], text["num_attention_heads"]
+    layers, hidden = text["num_hidden_layers"], text["hidden_size"]
+    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
+        if not isinstance(text[name], int) or text[name] < 1:
+            raise ShapeError(f"config.json has {name} {text[name]!r}: it must be a whole number from 1 on")
+    latent = _read_latent(text) if text.get("kv_lora_rank") else None
+    head_dim = text.get("head_dim") or hidden // heads
+    if latent:
+        head_dim = latent.qk_nope_head_dim + latent.qk_rope_head_dim
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    length = text["max_position_embeddings"]
+    window, chunk = text.get("sliding_window"), text.get("attention_chunk_size")
+    if text.get("use_sliding_window") is False:
+        window = None
+    kinds = _kinds(architecture, text, layers, window, chunk)
+    own = next((text.get(key) or config.get(key) for key in ("dtype", "torch_dtype")
+                if text.get(key) or config.get(key)), "float16")  # fmt: skip
+    partial = text.get("partial_rotary_factor", 1.0)
+    llama_bias = bool(text.get("attention_bias")) and latent is None
+    return ModelShape(
+        architecture=architecture,
+        hidden_size=hidden,
+        intermediate_size=_dense_width(architecture, text),
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=text.get("num_key_value_heads") or heads,
+        head_dim=head_dim,
+        vocab_size=text["vocab_size"],
+        max_position_embeddings=length,
+        tie_word_embeddings=text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied)),
+        dtype=str(own).removeprefix("torch."),
+        bias=family.qkv_bias or llama_bias,
+        sliding_window=window if SLIDING in kinds else None,
+        attention_chunk_size=chunk if CHUNKED in kinds else None,
+        layer_types=kinds if set(kinds) != {FULL} else (),
+        max_model_len=length if architecture.startswith("Gemma3") else _default_length(length, rope),
+        output_bias=family.output_bias or (llama_bias and architecture in ("LlamaForCausalLM", "GraniteForCausalLM")),
+        mlp_bias=family.mlp_bias or bool(text.get("mlp_bias")),
+        head_bias=family.head_bias,
+        gated=family.gated,
+        norms=family.norms,
+        norm_bias=family.norm_bias,
+        qk_norm=family.qk_norm,
+        sinks=family.sinks,
+        rotary_dim=latent.qk_rope_head_dim if latent else int(head_dim * partial),
+        rotary_positions=_rotary_positions(length, rope) + (length if family.two_rotaries else 0),
+        experts=_read_experts(architecture, text, layers),
+        latent=latent,
+        quantization=quantization.from_config(config.get("quantization_config") or text.get("quantization_config")),
+        vision=towers.from_config(config, hidden),
+        config=dict(config),
+    )
+
+
+def _default_length(length: int, rope: Mapping) -> int:
+    """vLLM's own ``max_model_len``; Gemma 3 states a length that is scaled already.
+
+    Source: vllm/config/model.py, ``_get_and_verify_max_len`` (0.33:2545-2655).
+    """
+    kind = rope.get("rope_type") or rope.get("type")
+    if kind == "longrope":
+        return int(rope.get("original_max_position_embeddings") or length)
+    if kind in ("linear", "dynamic") and rope.get("factor"):
+        return int(length * rope["factor"])
+    return length
+
+
+def _rotary_positions(length: int, rope: Mapping) -> int:
+    """Positions in the table of a rotary embedding.
+
+    Source: vllm/model_executor/layers/rotary_embedding/{linear_scaling_rope,dynamic_ntk_scaling_rope}.py.
+    """
+    kind = rope.get("rope_type") or rope.get("type")
+    return int(length * rope["factor"]) if kind in ("linear", "dynamic") and rope.get("factor") else length
+
+
+def _read_latent(text: Mapping) -> Latent:
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return Latent(text.get("q_lora_rank"), *(text[name] for name in names))
+
+
+def _dense_width(architecture: str, text: Mapping) -> int:
+    """Width of the MLP of a layer without experts."""
+    if architecture.startswith("Llama4"):
+        return text.get("intermediate_size_mlp") or text["intermediate_size"]
+    return text["intermediate_size"]
+
+
+def _kinds(architecture: str, text: Mapping, layers: int, window, chunk) -> tuple[str, ...]:
+    if text.get("layer_types"):
+        named = tuple(_LAYER_TYPES.get(kind) for kind in text["layer_types"])
+        if None in named or len(named) != layers:
+            raise ShapeError(
+                f"config.json has layer_types that are not counted here, or not one for each of {layers} layers: "
+                f"{', '.join(sorted(set(map(str, text['layer_types']))))}"
+            )
+        return named if window or chunk else (FULL,) * layers
+    if architecture.startswith("Llama4"):
+        rotary = text.get("no_rope_layers") or [(number + 1) % 4 for number in range(layers)]
+        return tuple(CHUNKED if chunk and rotary[number] else FULL for number in range(layers))
+    if not window:
+        return (FULL,) * layers
+    if architecture == "Gemma2ForCausalLM" or architecture == "GptOssForCausalLM":
+        return tuple(FULL if number % 2 else SLIDING for number in range(layers))
+    if architecture.startswith("Gemma3"):
+        pattern = text.get("sliding_window_pattern") or text.get("_sliding_window_pattern") or 6
+        return tuple(SLIDING if (number + 1) % pattern else FULL for number in range(layers))
+    return (SLIDING,) * layers
+
+
+def _read_experts(architecture: str, text: Mapping, layers: int) -> Experts | None:
+    everywhere = frozenset(range(layers))
+    if architecture == "MixtralForCausalLM":
+        return Experts(text["num_local_experts"], text["num_experts_per_tok"], text["intermediate_size"], everywhere)
+    if architecture == "GptOssForCausalLM":
+        sizes = text["num_local_experts"], text["num_experts_per_tok"], text["intermediate_size"]
+        return Experts(*sizes, everywhere, bias=True, router_bias=True)
+    if architecture in ("Qwen2MoeForCausalLM", "Qwen3MoeForCausalLM"):
+        step, dense = text.get("decoder_sparse_step", 1), set(text.get("mlp_only_layers") or ())
+        sparse = frozenset(n for n in range(layers) if n not in dense and (n + 1) % step == 0)
+        shared = text.get("shared_expert_intermediate_size", 0) if architecture.startswith("Qwen2") else 0
+        sizes = text["num_experts"], text["num_experts_per_tok"], text["moe_intermediate_size"]
+        return Experts(*sizes, sparse, shared, shared_gate=shared > 0)
+    if text.get("n_routed_experts"):
+        first, every = text.get("first_k_dense_replace", 0), text.get("moe_layer_freq", 1)
+        sparse = frozenset(n for n in range(first, layers) if n % every == 0)
+        width = text["moe_intermediate_size"]
+        scored = text.get("topk_method") == "noaux_tc" or architecture == "DeepseekV3ForCausalLM"
+        sizes = text["n_routed_experts"], text["num_experts_per_tok"], width
+        return Experts(*sizes, sparse, width * (text.get("n_shared_experts") or 0), router_bias=scored)
+    if architecture.startswith("Llama4"):
+        step = text.get("interleave_moe_layer_step", 1)
+        sparse = frozenset(n for n in range(layers) if (n + 1) % step == 0)
+        width = text["intermediate_size"]
+        return Experts(text["num_local_experts"], text["num_experts_per_tok"], width, sparse, width)
+    return None
+
+
+LAB_MODELS = {name: from_config(config) for name, config in (LAB_CONFIGS | PLANNER_CONFIGS).items()}
+PANEL_MODELS = tuple(LAB_CONFIGS)  # those that the labs teach with; the others are there to hold the planner to

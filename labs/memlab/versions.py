@@ -1,0 +1,74 @@
+"""What changed between versions of vLLM in how memory is counted, as data with its source."""
+
+from dataclasses import dataclass, replace
+
+Version = tuple[int, int]
+FIRST, LAST = (0, 19), (0, 33)
+RECORDED = {(0, 19), (0, 26), (0, 33)}  # versions whose rules were held to measurements
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The accounting of the versions from ``since`` on.
+
+    ``consumed``: weights, buffers and non-torch memory are one number. ``graphs_off_pool`` names the runners whose
+    estimate of the CUDA graphs is taken off the pool. ``second_runner`` says which models the second model runner
+    serves. ``sampler_bytes`` is what the profiled sampler holds for each sequence and word besides the logits,
+    ``sampler_gib`` what it holds besides; ``compiled_rows`` the rows of the hidden size that a compiled layer keeps.
+    ``buffers`` charges the second runner's buffers. ``tokens_by_blocks`` is the older printed number of tokens.
+    """
+
+    since: Version
+    source: str
+    default_utilization: float = 0.92
+    consumed: bool = True
+    graphs_off_pool: frozenset[str] = frozenset({"V1", "V2"})
+    second_runner: str = "all"
+    buffers: bool = True
+    split_limit: bool = True
+    null_block: bool = True
+    tokens_by_blocks: bool = False
+    in_flight_batches: int = 2
+    sampler_bytes: float = 12.0
+    sampler_gib: float = 0.01
+    first_runner_sampler: tuple[float, float] = (12.43, 0.06)
+    step_gib: float = 0.0
+    compiled_rows: float = 6.0
+    non_torch_gib: tuple[float, float, float] = (0.12, 0.05, 0.35)
+    parallel_non_torch_gib: tuple[float, float, float] = (2.10, 1.50, 2.40)
+
+    def runner(self, mixture: bool, hybrid: bool) -> str:
+        """The model runner that serves such a model: ``V1`` or ``V2``."""
+        if self.second_runner == "all":
+            return "V2"
+        return "V2" if self.second_runner == "dense" and not (mixture or hybrid) else "V1"
+
+
+_OF_0_27 = Rules((0, 27), "vllm/v1/worker/gpu_worker.py (0.33:676-760), vllm/v1/core/kv_cache_planning.py (0.33)")
+_OF_0_26 = replace(
+    _OF_0_27, since=(0, 26), source="vllm/v1/worker/gpu_worker.py (0.26:509-553), vllm/config/vllm.py (0.26:550-622)",
+    consumed=False, graphs_off_pool=frozenset({"V1"}), second_runner="dense", buffers=False, null_block=False,
+    sampler_bytes=0.0, sampler_gib=0.0, step_gib=0.035, compiled_rows=6.5, non_torch_gib=(0.22, 0.15, 0.45),
+)  # fmt: skip
+_OF_0_25 = replace(_OF_0_26, since=(0, 25), source="as 0.26; dense models moved to the second runner in 0.25.1")
+_OF_0_21 = replace(
+    _OF_0_25, since=(0, 21), source="the line that vLLM prints: CUDA graph memory profiling is on since 0.21.0",
+    default_utilization=0.9, second_runner="none", split_limit=False, tokens_by_blocks=True, in_flight_batches=1,
+    step_gib=0.0, compiled_rows=5.0, non_torch_gib=(0.25, 0.15, 0.50),
+)  # fmt: skip
+_OF_0_19 = replace(
+    _OF_0_21, since=(0, 19), source="44 starts of 0.19.0 on H100 (llm-d-planner's validation data)",
+    graphs_off_pool=frozenset(),
+)  # fmt: skip
+RULES = (_OF_0_19, _OF_0_21, _OF_0_25, _OF_0_26, _OF_0_27)
+
+
+def rules_for(version: Version) -> Rules:
+    """The rules of a version: those of the last change before it, the first ones for what is older."""
+    fitting = [rules for rules in RULES if rules.since <= version]
+    return fitting[-1] if fitting else RULES[0]
+
+
+def validated(version: Version) -> bool:
+    """Whether predictions for this version were held to measurements of it."""
+    return version in RECORDED

@@ -1,0 +1,86 @@
+"""The weights of one rank, in bytes as PyTorch's allocator counts them when vLLM says what loading took.
+
+A large tensor lies in a segment of its own, of whole units of 2 MiB. What is left over in it counts as allocated
+unless the allocator splits it off: when it is more than 1 MiB, and the tensor is below ``max_split_size``, which vLLM
+sets to 20 MiB while it loads (vllm/v1/worker/gpu_worker.py, 0.33:591, 0.26:422-431; not in 0.19). Source of the
+allocator's rules: c10/cuda/CUDACachingAllocator.cpp, ``should_split`` and ``get_allocation_size``.
+"""
+
+from memlab.shapes import ModelShape, Tensor
+from memlab.units import GIB, MIB
+
+_SEGMENT, _LARGE, _REMAINDER, _SPLIT_BELOW = 2 * MIB, 10 * MIB, MIB, 20 * MIB
+
+
+def allocated(size: int, split_limit: bool = True) -> int:
+    """What a tensor of ``size`` bytes counts for; ``split_limit`` says that vLLM limits which blocks are split."""
+    size = -(-size // 512) * 512
+    if size < _LARGE:
+        return size
+    segment = -(-size // _SEGMENT) * _SEGMENT
+    whole = segment - size <= _REMAINDER or (split_limit and size >= _SPLIT_BELOW)
+    return segment if whole else size
+
+
+def tensor_bytes(shape: ModelShape, tensor: Tensor, layer: int | None, split_limit: bool = True) -> int:
+    """Bytes of one tensor of a rank, in the model's type or as its quantization stores it."""
+    if shape.quantization and shape.quantization.covers(tensor.part, layer):
+        parts = [size * tensor.count for size in shape.quantization.bytes(tensor.inputs, tensor.outputs)]
+    else:
+        parts = [tensor.elements * shape.dtype_bytes]
+    return sum(allocated(size, split_limit) for size in parts)
+
+
+def rotary_bytes(shape: ModelShape) -> int:
+    """Tables of cos and sin for every position."""
+    return shape.rotary_positions * shape.rotary_dim * shape.dtype_bytes
+
+
+def absorbed_bytes(shape: ModelShape, tensor_parallel_size: int, layers: int) -> int:
+    """The halves of ``kv_b_proj`` that latent attention keeps a second time, as it needs them transposed.
+
+    Source: vllm/model_executor/layers/attention/mla_attention.py, ``process_weights_after_loading``.
+    """
+    if shape.latent is None:
+        return 0
+    latent, heads = shape.latent, -(-shape.num_attention_heads // tensor_parallel_size)
+    return layers * heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank * shape.dtype_bytes
+
+
+def stage_bytes(
+    shape: ModelShape, tensor_parallel_size: int = 1, stage: tuple[int, int] | None = None, split_limit: bool = True
+) -> int:
+    """Weights of one rank of one stage of the pipeline, in bytes.
+
+    Args:
+        shape: as it is served (``ModelShape.served``).
+        tensor_parallel_size: ranks that share each layer.
+        stage: (first, end) layers; None for all.
+        split_limit: of the version, see above.
+    """
+    first, end = stage or (0, shape.num_hidden_layers)
+    kept = {layer for layer, _ in shape.quantization.kept} if shape.quantization else set()
+    total = 0
+    for layer in sorted(kept - {None}):
+        if first <= layer < end:
+            tensors = shape.layer(layer, tensor_parallel_size)
+            total += sum(tensor_bytes(shape, tensor, layer, split_limit) for tensor in tensors)
+    skipped = frozenset(layer for layer in kept if layer is not None)
+    for count, tensors in shape.layers(tensor_parallel_size, first, end, without=skipped):
+        total += count * sum(tensor_bytes(shape, tensor, None, split_limit) for tensor in tensors)
+    ends = []
+    if first == 0:
+        ends += shape.first(tensor_parallel_size)
+    if end == shape.num_hidden_layers:
+        ends += shape.last(tensor_parallel_size)
+        if first > 0 and shape.tie_word_embeddings:
+            ends += shape.first(tensor_parallel_size)[:1]
+    total += sum(tensor_bytes(shape, tensor, None, split_limit) for tensor in ends)
+    return total + rotary_bytes(shape) + absorbed_bytes(shape, tensor_parallel_size, end - first)
+
+
+def stage_gib(
+    shape: ModelShape, tensor_parallel_size: int = 1, stage: tuple[int, int] | None = None, split_limit: bool = True
+) -> float:
+    """``stage_bytes`` in GiB."""
+    return stage_bytes(shape, tensor_parallel_size, stage, split_limit) / GIB
