@@ -39,6 +39,20 @@ def main(argv: list[str] | None = None) -> int:
     watch.add_argument("--seconds", type=float, help="end after so long (default: Ctrl-C, or the server's end)")
     watch.add_argument("--json", action="store_true", help="a line of JSON each second, and the record at the end")
 
+    plan = commands.add_parser(
+        "plan",
+        help="what vLLM will say of a start, before it is tried",
+        epilog="Flags of vllm serve follow, under vLLM's own names: --max-model-len, --tensor-parallel-size, ...",
+    )
+    plan.add_argument("--config", type=Path, required=True, help="the model's config.json")
+    size = plan.add_mutually_exclusive_group(required=True)
+    size.add_argument("--card", help="the GPU by name: 3090, H200")
+    size.add_argument("--card-gib", type=float, help="or its memory in GiB, as CUDA reports it")
+    plan.add_argument("--compute-capability", help="of a card given in GiB, such as 8.6")
+    plan.add_argument("--vllm-version", default="0.33.0", help="default: %(default)s")
+    plan.add_argument("--json", action="store_true")
+    plan.add_argument("--explain", action="store_true", help="the rule behind each number")
+
     doctor = commands.add_parser("doctor", help="a log of vLLM: what ran out, when, and what to change")
     doctor.add_argument("log", nargs="?", default="-", metavar="FILE", help="the log (default: -, the standard input)")
     doctor.add_argument("--command", dest="served", help="the command line, for what the log does not state")
@@ -56,10 +70,14 @@ def main(argv: list[str] | None = None) -> int:
     keeping.add_argument("ids", nargs="+", help="ids under runs/, or files")
     which.add_parser("schema", help="the schema as JSON Schema")
 
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    if arguments.command == "plan":
+        arguments.serve = rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     try:
         commands_ = {"preflight": _preflight, "run": _run, "sweep": _sweep, "watch": _watch, "doctor": _doctor}
-        return (commands_ | {"records": _records})[arguments.command](arguments)
+        return (commands_ | {"records": _records, "plan": _plan})[arguments.command](arguments)
     except MemlabError as error:
         print(f"memlab: {error}", file=sys.stderr)
         return 1
@@ -150,6 +168,48 @@ def _watch(arguments) -> int:
     from memlab import watch
 
     return watch.run(arguments.url, arguments.pid, arguments.log, arguments.seconds, arguments.json)
+
+
+def _plan(arguments) -> int:
+    from memlab import cards, flags, plan_report, planner, shapes
+
+    try:
+        config = json.loads(arguments.config.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MemlabError(
+            f"{arguments.config} cannot be read ({error.strerror}): give the model's config.json"
+        ) from error
+    except ValueError as error:
+        raise MemlabError(f"{arguments.config} is no JSON ({error}): give the model's config.json") from error
+    if not isinstance(config, dict):
+        raise MemlabError(f"{arguments.config} is no config.json: it holds no object")
+    card = cards.find(arguments.card) if arguments.card else planner.card_of(arguments.card_gib)
+    if arguments.compute_capability:
+        card = planner.with_capability(card, _numbers(arguments.compute_capability, "compute capability", "8.6"))
+    version = _numbers(arguments.vllm_version, "version of vLLM", "0.33.0")
+    given = flags.from_args(arguments.serve)
+    strange = [word for word in given.extra if word.startswith("-") and word not in _PASSED_ON]
+    if strange:
+        raise MemlabError(f"memlab does not count {', '.join(strange)}: leave it out of the plan")
+    found = planner.plan(shapes.from_config(config), card, given, version)
+    if arguments.json:
+        print(json.dumps(found.to_dict(), indent=1))
+    else:
+        print(plan_report.text(found, explained=arguments.explain))
+    return 0
+
+
+# Flags that the planner knows without modelling a value of them.
+_PASSED_ON = ("--disable-hybrid-kv-cache-manager", "--no-async-scheduling")
+
+
+def _numbers(text: str, what: str, example: str) -> tuple[int, int]:
+    """The first two numbers of a version or a compute capability."""
+    first, _, second = text.partition(".")
+    second = second.partition(".")[0]
+    if not (first.isdigit() and second.isdigit()):
+        raise MemlabError(f"{text!r} is no {what}: write it as {example}")
+    return int(first), int(second)
 
 
 def _doctor(arguments) -> int:

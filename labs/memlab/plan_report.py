@@ -1,0 +1,75 @@
+"""A plan for a terminal: a bar, a table, what vLLM would say, and what to change."""
+
+from memlab.planner import Plan, explain
+from memlab.units import show_gib, show_tokens
+
+_WIDTH = 60
+_MARKS = {"weights": "█", "consumed": "█", "non_torch": "▓", "activation": "▒", "cuda_graphs_estimated": "░",
+          "kv_cache": "·"}  # fmt: skip
+_NAMES = {"cuda_graphs_estimated": "cuda_graphs"}
+
+
+def bar(found: Plan) -> str:
+    """The budget as one line of characters, a share of it each; a legend follows."""
+    ledger = found.prediction.ledger
+    terms = {name: value for name, value in ledger.budget_terms().items() if value > 0}
+    whole = max(sum(terms.values()), ledger.budget_gib)
+    marks = "".join(_MARKS[name] * round(_WIDTH * value / whole) for name, value in terms.items())
+    legend = "  ".join(f"{_MARKS[name]} {_NAMES.get(name, name)}" for name in terms)
+    return f"|{marks[:_WIDTH]:<{_WIDTH}}| {show_gib(ledger.budget_gib)}\n {legend}"
+
+
+def table(found: Plan) -> str:
+    """Each term with its band."""
+    ledger, rows = found.prediction.ledger, []
+    for name in ("budget", *_MARKS, "cuda_graphs_actual"):
+        value = ledger.term(name)
+        if value is None:
+            continue
+        band = found.prediction.bands.get(name)
+        between = f"{show_gib(band[0])} to {show_gib(band[1])}" if band else ""
+        note = ""
+        if name == "weights" and ledger.consumed_gib is not None:
+            note = " (in consumed)"
+        if name == "cuda_graphs_estimated" and not ledger.graphs_subtracted:
+            note = " (not taken off the pool)"
+        rows.append(f"{_NAMES.get(name, name):20}{show_gib(value):>12}   {between}{note}".rstrip())
+    return "\n".join(rows)
+
+
+def text(found: Plan, model: str = "MODEL", explained: bool = False) -> str:
+    """The whole plan, predicted: nothing was started."""
+    prediction, flags = found.prediction, found.flags
+    version = f"0.{found.version[1]}"
+    parts = [
+        f"Predicted for vLLM {version} on {found.card.name}; nothing is started.",
+        "",
+        bar(found),
+        "",
+        table(found),
+    ]
+    if found.starts:
+        parts += [
+            "",
+            f"It starts. GPU KV cache size: {show_tokens(prediction.kv_tokens)} ({prediction.kv_blocks:,} blocks)",
+            f"Maximum concurrency for {flags.max_model_len:,} tokens per request: {prediction.max_concurrency:.2f}x",
+            f"Reachable: max_num_seqs × max_model_len = {show_tokens(found.reachable_kv_tokens)}",
+            f"Headroom on the card: {show_gib(found.headroom_gib)}. Host memory: {show_gib(found.host_gib)} or more",
+        ]
+        if found.suggested_kv_cache_bytes:
+            parts.append(f"The pool in bytes: --kv-cache-memory-bytes {found.suggested_kv_cache_bytes}")
+    else:
+        parts += ["", f"It does not start: {found.failed_check}"]
+        if found.changes:
+            parts += ["", "Each of these alone lets it start:"]
+            parts += [
+                f"  --{change.flag.replace('_', '-')} {change.to} instead of {change.from_}: "
+                f"a pool of {show_gib(change.kv_cache_gib)}"
+                for change in found.changes
+            ]
+        else:
+            parts += ["", "No flag alone lets it start: take a larger card, more of them, or a smaller model."]
+    parts += [f"Note: {warning}." for warning in found.warnings]
+    if explained:
+        parts += ["", *(f"{name:12} {rule}" for name, rule in explain(found))]
+    return "\n".join([*parts, "", found.command(model)])
