@@ -26,6 +26,7 @@ PAGES = (
     "book/start-here",
     "book/00-one-request",
     "book/01-ledger",
+    "book/reference/monitoring",
     "book/reference/recorded-runs",
     "book/reference/glossary",
     "labs/00-preflight",

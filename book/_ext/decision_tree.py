@@ -8,9 +8,12 @@ The questions stand here, in the order in which vLLM does things; what a leaf sa
 """
 
 from docutils import nodes
-from memlab.doctor import REMEDIES, RULES
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
+
+from memlab.doctor import REMEDIES, RULES
+
+OOM_NOW = "oom-now.html"  # beside the chapter; its entries go by the phase
 
 # An answer to its phases, or to a question of its own.
 WHEN = {
@@ -79,7 +82,8 @@ def leaf(phase: str) -> nodes.list_item:
     rule = RULES[phase]
     first, why = rule.remedies[0]
     remedy = REMEDIES[first]
-    said = nodes.paragraph("", "", nodes.literal("", phase), nodes.Text(f": “{rule.last_line}”"))
+    name = nodes.reference("", "", nodes.literal("", phase), refuri=f"{OOM_NOW}#{phase}", internal=True)
+    said = nodes.paragraph("", "", name, nodes.Text(f": “{rule.last_line}”"))
     flag = nodes.literal("", remedy.flag) if remedy.flag.startswith("-") else nodes.Text(remedy.flag)
     means = rule.means[:1].upper() + rule.means[1:]
     first_fix = nodes.paragraph(

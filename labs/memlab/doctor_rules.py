@@ -373,3 +373,127 @@ HARMLESS = {
     "memory_summary": "the summary of a start that worked; the refusal with the same first words goes on otherwise",
     "stopping": "the workers are told to stop; the reason stands above",
 }
+
+# What stands at the end of a log, by phase, in vLLM's words and without the prefixes of its lines: the last sign of
+# progress where an error does not name its step itself, the function in the traceback, the error. The numbers are those
+# of public reports and of this book's records.
+_TRIED = (
+    "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 298.00 MiB. GPU 0 has a total capacity of 23.65 GiB "
+    "of which 98.25 MiB is free."
+)
+_LOADED = "Model loading took 15.0 GiB memory and 3.260858 seconds"
+_SIZED = "GPU KV cache size: 136,192 tokens, Maximum concurrency for 32,768 tokens per request: 4.16x"
+_READY = "Application startup complete."
+
+
+def _frame(path: str, line: int, function: str) -> str:
+    return f'File "…/vllm/{path}", line {line}, in {function}'
+
+
+PRINTED: dict[str, tuple[str, ...]] = {
+    "nccl_init_oom": (
+        _frame("v1/worker/gpu_worker.py", 1664, "init_worker_distributed_environment"),
+        "torch.distributed.DistBackendError: NCCL error in: …/NCCLUtils.cpp:77, unhandled cuda error",
+        "Cuda failure 2 'out of memory'",
+    ),
+    "free_memory_at_startup": (
+        "ValueError: Free memory on device (31.44/47.38 GiB) on startup is less than desired GPU memory utilization "
+        "(0.95, 45.01 GiB). Decrease GPU memory utilization or reduce GPU memory used by other processes.",
+    ),
+    "weights_load": (
+        "Starting to load model",
+        "Failed to load model - not enough GPU memory. Try lowering --gpu-memory-utilization to free memory for "
+        "weights, increasing --tensor-parallel-size, or using --quantization.",
+    ),
+    "memory_profile": (_LOADED, _frame("v1/worker/gpu_model_runner.py", 1392, "profile_run"), _TRIED),
+    "multimodal_profile": (
+        "Encoder cache will be initialized with a budget of 16384 tokens, and profiled with 1 image items of the "
+        "maximum feature size.",
+        _frame("model_executor/models/qwen2_vl.py", 1564, "embed_multimodal"),
+        _TRIED,
+    ),
+    "profile_assert_free_grew": (
+        "AssertionError: Error in memory profiling. Initial free memory 82.94 GiB, current free memory 90.17 GiB. "
+        "This happens when other processes sharing the same container release GPU memory while vLLM is profiling "
+        "during initialization.",
+    ),
+    "kv_cache_none": (
+        "ValueError: No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when "
+        "initializing the engine.",
+    ),
+    "max_model_len_exceeds_kv": (
+        "ValueError: To serve at least one request with the model's max seq len (16384), (2.0 GiB KV cache is "
+        "needed, which is larger than the available KV cache memory (1.3 GiB). Based on the available memory, the "
+        "estimated maximum model length is 10656.",
+    ),
+    "mamba_blocks_lt_max_num_seqs": (
+        "ValueError: max_num_seqs (1024) exceeds available Mamba cache blocks (856). Each decode sequence requires one "
+        "Mamba cache block, so CUDA graph capture cannot proceed.",
+    ),
+    "kv_cache_alloc_oom": (_SIZED, _frame("v1/worker/gpu_model_runner.py", 7102, "initialize_kv_cache"), _TRIED),
+    "kernel_warmup": (
+        "JIT kernel warmup starting.",
+        _frame("model_executor/warmup/kernel_warmup.py", 268, "kernel_warmup"),
+        _TRIED,
+    ),
+    "cuda_graph_capture": (
+        "Capturing CUDA graphs (PIECEWISE):   4%|▍         | 2/51 [00:00<00:03, 12.86it/s]",
+        _frame("v1/worker/gpu_model_runner.py", 1619, "capture_model"),
+        _TRIED,
+    ),
+    "sampler_warmup": (
+        "RuntimeError: CUDA out of memory occurred when warming up sampler with 1024 dummy requests. Please try "
+        "lowering `max_num_seqs` or `gpu_memory_utilization` when initializing the engine.",
+    ),
+    "other_process_on_gpu": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of "
+        "79.33 GiB of which 802.31 MiB is free. Process 4042162 has 49.78 GiB memory in use. Process 4045381 has "
+        "22.37 GiB memory in use.",
+    ),
+    "runtime_prefill_spike": (
+        _READY,
+        _frame("v1/attention/backends/turboquant.py", 727, "_continuation_prefill"),
+        _TRIED,
+    ),
+    "runtime_logprobs": (
+        _READY,
+        _frame("v1/worker/gpu_model_runner.py", 5121, "_get_prompt_logprobs_dict"),
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.82 GiB.",
+    ),
+    "sampler": (_frame("v1/sample/ops/topk_topp_sampler.py", 494, "apply_top_k_top_p"), _TRIED),
+    "runtime_oom": (
+        _READY,
+        _frame("v1/engine/core.py", 1555, "run_busy_loop"),
+        _TRIED,
+        "EngineCore encountered a fatal error.",
+    ),
+    "sleep_wake_up": ("CUDA Error: out of memory at csrc/cumem_allocator.cpp",),
+    "preemption_not_oom": (
+        "Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 412.5 tokens/s, "
+        "Running: 31 reqs, Waiting: 9 reqs, Preemptions: 6, GPU KV cache usage: 99.7%",
+    ),
+    "host_ram_oom": ("The Python process exited with exit code 137 (SIGKILL). This may have been cause by OOM error.",),
+    "host_swap_space_config": (
+        "ValueError: Too large swap space. 4.00 GiB out of the 4.30 GiB total CPU memory is allocated for the swap "
+        "space.",
+    ),
+    "kv_swap_exhausted": (
+        "RuntimeError: Aborted due to the lack of CPU swap space. Please increase the swap space to avoid this error.",
+    ),
+}
+
+# When each failure comes: of a start, in the order of its steps; while serving; and what is no lack of GPU memory.
+_SERVING = (
+    "other_process_on_gpu",
+    "runtime_prefill_spike",
+    "runtime_logprobs",
+    "sampler",
+    "runtime_oom",
+    "sleep_wake_up",
+)
+_NOT_THE_GPU = ("preemption_not_oom", "host_ram_oom", "host_swap_space_config", "kv_swap_exhausted")
+WHEN: dict[str, tuple[str, ...]] = {
+    "start": tuple(phase for phase in PRINTED if phase not in (*_SERVING, *_NOT_THE_GPU)),
+    "serving": _SERVING,
+    "not_the_gpu": _NOT_THE_GPU,
+}

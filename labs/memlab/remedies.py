@@ -79,9 +79,12 @@ def _larger_pool(facts: Facts) -> Change | None:
 
 
 def _pool_to_host(facts: Facts) -> Change | None:
+    """On the CPU backend, where the pool lies in host memory: as vLLM's refusal tells."""
     free = facts.values.get("free_gib")
-    if facts.values.get("requested_gib") is None or free is None:
+    if facts.values.get("requested_gib") is None:
         return None
+    if free is None:
+        return None, "less than the host has free", None
     to = max(0.0, free - _RESERVE_GIB)
     return facts.given.get("kv_cache_memory_bytes"), int(to * GIB), facts.values["requested_gib"] - to
 

@@ -24,7 +24,7 @@ from memlab.record import RunRecord
 from memlab.units import show_gib, show_tokens
 
 RECORDED_RUNS = "../book/reference/recorded-runs.html"  # from a lab's page in the book
-THE_DOCTOR = "../book/the-doctor.html"
+OOM_NOW = "../book/oom-now.html"
 UNSET = ""  # in a Dropdown None means that nothing is chosen
 DRAW_EVERY_S = 1.0
 SAY_EVERY_S = 10.0
@@ -555,7 +555,7 @@ class DoctorPanel:
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         if lab.in_book():
-            link = f'<a href="{THE_DOCTOR}">the page The doctor</a>'
+            link = f'<a href="{OOM_NOW}">OOM now</a>, or <code>memlab doctor FILE</code> in a terminal'
             return {
                 "text/html": f"<p>In a notebook, a log is pasted here. In this page: {link}.</p>",
                 "text/plain": "In a notebook, a log is pasted here.",
