@@ -11,6 +11,7 @@ _QUIET = frozenset(("stats", "iteration", "load_progress", "graphs_trial_progres
 _REPEATS = 8  # of one kind and rank: a crash loop of requests says the same each time
 _BEGIN_A_RUN = frozenset(("version", "arguments", "engine_config"))
 SAYS_POOL = frozenset(("kv_available", "kv_given", "kv_auto", "memory_terms", "memory_profile", "kv_size", "kv_blocks"))
+_NOT_BEFORE_ITS_SETTINGS = ERRORS | SAYS_POOL | {"model_loaded", "ready", "stats"}
 _FAILS = ERRORS | {"frame", "exception", "collective_timeout", "forward_failed"}
 
 
@@ -52,11 +53,10 @@ class Run:
 
     def begins_anew(self, event: Event) -> bool:
         """Whether the event can only be of another start."""
-        kinds = {kind for kind, *_ in self.counts}
         if event.kind == "version":
-            return bool(kinds - {"arguments", "exception"})
+            return bool({kind for kind, *_ in self.counts} - {"arguments", "exception"})
         if event.kind in ("arguments", "engine_config"):
-            return bool(kinds & (ERRORS | SAYS_POOL | {"model_loaded", "ready", "stats"}))
+            return any(kind in _NOT_BEFORE_ITS_SETTINGS for kind, *_ in self.counts)
         if event.kind in ("load_started", "model_loaded"):
             return any((kind, event.rank) in self.counts for kind in SAYS_POOL | {"ready", "engine_start_failed"})
         return False

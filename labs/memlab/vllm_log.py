@@ -1,7 +1,7 @@
 """vLLM's output, of any version from 0.4 to 0.33, as events; and what they state: a ledger, the KV pool, the engine.
 
 A line becomes an event through a row of ``ROWS``; to teach the parser a line, add a row, whose anchor must hold a word
-of ``interesting``. Nothing from a log is evaluated.
+of ``_may_hold``. Nothing from a log is evaluated.
 
 Two traps of 0.33: the V2 runner estimates the CUDA graphs by capturing some (v1/worker/gpu/cudagraph_utils.py:998), so
 "Graph capturing finished" is printed twice, first for that trial; and the printed "peak activation" contains the
@@ -35,6 +35,7 @@ PHASES = (
 )
 
 _LINE_LIMIT = 32 * 1024
+_REMEMBERED_CHARS = 300
 _TEXT_LIMIT = 1000
 _MESSAGE_LINES = 12
 _MESSAGE_CHARS = 6000
@@ -618,6 +619,11 @@ _LEVEL = re.compile(
     r"\[?(?P<file2>[\w./]{1,120}\.py):\d{1,6}\]\s?"
     r")"
 )
+# What vLLM itself prints, in one go: most lines have this and nothing else before them.
+_PLAIN = re.compile(
+    r"(?:\((?P<name>[A-Za-z]\w{0,80}(?: [A-Z]{2,3}\d{1,4})*) pid=(?P<pid>\d{1,10})\) )?"
+    r"(?:INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[(?:[\w/]{1,120}/)?(?P<file>\w{1,80}\.py):\d{1,6}\] "
+)
 _REPEATED = re.compile(r"\[repeated \d{1,9}x across cluster\].{0,200}$", re.DOTALL)
 _RANK_PARTS = re.compile(r"(?:DP|PP|PCP|TP|DCP|EP)\d{1,4}")
 _ENGINE_PROCESSES = ("EngineCore", "APIServer", "ApiServer", "DPCoordinator", "DPEngineCoreActor", "LLMEngine")
@@ -655,16 +661,25 @@ def _strip(text: str) -> _Line:
     """Take off what containers, schedulers and vLLM itself put before a message."""
     if "\x1b" in text:
         text = _ANSI.sub("", text)
-    if len(text) > _TEXT_LIMIT:
+    if len(text) > _TEXT_LIMIT and "         " in text:
         text = _SPACES.sub(" ", text)
-    whole = text
     for _ in range(4):
         match = None if text.startswith("(") else _CONTAINER.match(text)
         if not match:
             break
         text = text[match.end() :]
+    plain = _PLAIN.match(text)
+    if plain and "[repeated " not in text and text[plain.end() : plain.end() + 1] != "(":
+        name, pid, file = plain.groups()
+        rank = _rank_of(name, None, pid) if name else None
+        return _Line(text[plain.end() :].strip(), rank, file, True, plain[0].strip())
+    return _known_line(text) if len(text) <= _REMEMBERED_CHARS else _of_vllm_prefix(text)
+
+
+def _of_vllm_prefix(text: str) -> _Line:
+    """The general form of what ``_PLAIN`` knows."""
+    whole = text
     rank, file, prefixed = None, "", False
-    start = len(whole) - len(text)
     for _ in range(3):
         match = _PROCESS.match(text) if text.lstrip()[:1] in ("(", "[") else None
         if not match:
@@ -679,10 +694,21 @@ def _strip(text: str) -> _Line:
         text = text[match.end() :]
         while text.startswith("(") and (inner := _PROCESS.match(text)):
             text = text[inner.end() :]
-    prefix = whole[start : len(whole) - len(text)]
+    prefix = whole[: len(whole) - len(text)]
     if "[repeated " in text:
         text = _REPEATED.sub("", text)
     return _Line(text.strip(), rank, file, prefixed, prefix.strip())
+
+
+_known_line = lru_cache(maxsize=4096)(_of_vllm_prefix)
+
+
+def _may_be_prefixed(line: str) -> bool:
+    """Whether a line may begin with a prefix of vLLM or of its processes: cheap, and wrong only towards yes."""
+    return (
+        ".py:" in line or "pid=" in line or "[rank" in line or "INFO" in line or "ERROR" in line or "WARNING" in line
+        or "DEBUG" in line or "CRITICAL" in line
+    )  # fmt: skip
 
 
 def _unwrap_json(line: str) -> tuple[list[str], str | None]:
@@ -705,6 +731,7 @@ def _unwrap_json(line: str) -> tuple[list[str], str | None]:
 # --- the parser ---------------------------------------------------------------------------------------------------
 
 
+_REQUEST = re.compile(r"(?:Received|Added) request ")  # vLLM's log of requests: prompts, of whatever words
 _FRAME = re.compile(r'File "[^"]{0,400}", line \d{1,7}, in ([\w<>]{1,100})\s*$')
 
 
@@ -717,12 +744,16 @@ def _of_no_step(line: str) -> bool:
 
 
 def interesting(line: str) -> bool:
-    """Whether a line may hold a message of the table: cheap, and wrong only towards yes.
+    """Whether a line may hold a message of the table: cheap, and wrong only towards yes."""
+    if " HTTP/1." in line or "DEBUG " in line or " request " in line and _REQUEST.search(line):
+        return False  # the bulk of a long log: what states nothing of memory
+    end = line.find("] ", 0, 160)
+    text = line[end + 2 :] if end >= 0 and ".py:" in line[:end] else line
+    return _known_text(text) if len(text) <= _REMEMBERED_CHARS else _may_hold(text)
 
-    Every anchor of ``ROWS`` contains one of these words.
-    """
-    if " HTTP/1." in line or "DEBUG " in line:  # the bulk of a long log: the access log, and what states nothing more
-        return False
+
+def _may_hold(line: str) -> bool:
+    """Every anchor of ``ROWS`` contains one of these words; a few more are of messages that break over lines."""
     if 'File "' in line:
         return not _of_no_step(line)
     return (
@@ -730,18 +761,21 @@ def interesting(line: str) -> bool:
         or " GiB" in line
         or "emory" in line
         or "not " in line
-        or "cache" in line
         or "ion " in line
         or " the" in line
         or "rror" in line
-        or "llocat" in line
-        or "space" in line
+        or ".py:" in line
+        or "KV cache" in line
+        or "amba cache" in line
         or "eights" in line
         or "must be" in line
         or "ption" in line
-        or " mode" in line
-        or " with" in line
-        or " engine" in line
+        or "p mode" in line
+        or "model's" in line
+        or "request with" in line
+        or "ompatible" in line
+        or "LLM engine" in line
+        or "init engine" in line
         or "backend" in line
         or "top-k" in line
         or "d prefi" in line
@@ -750,8 +784,10 @@ def interesting(line: str) -> bool:
         or " max_mo" in line
         or " set (" in line
         or "illed" in line
-        or " fail" in line
-        or " arg" in line
+        or " failed to " in line
+        or "da failure" in line
+        or " args:" in line
+        or "arguments:" in line
         or "code" in line
         or "ered" in line
         or "Avg " in line
@@ -772,7 +808,13 @@ def interesting(line: str) -> bool:
         or "leaked" in line
         or ", in " in line
         or "run_busy" in line
+        or "space" in line
+        or "llocat" in line
     )
+
+
+# Every rank prints the same, every start of a crash loop too: what differs is the prefix.
+_known_text = lru_cache(maxsize=4096)(_may_hold)
 
 
 def _read(row: Row, text: str) -> dict[str, object] | None:
@@ -836,11 +878,10 @@ class LogParser:
 
     def feed(self, line: str) -> list[Event]:
         """Read one line, with or without its end; returns the events that are complete now."""
-        self._number += 1
         if not self._open and not interesting(line):
-            self._previous = line
+            self.skip(1, line)
             return []
-        return self._look(line)
+        return self.read(line)
 
     def close(self) -> list[Event]:
         """Give what an unfinished message at the end of the log tells. The parser can go on afterwards."""
@@ -858,13 +899,19 @@ class LogParser:
         """Whether a message is unfinished, so that every further line matters."""
         return bool(self._open)
 
-    def _look(self, line: str) -> list[Event]:
-        events: list[Event] = []
-        line = line.rstrip("\r\n")
-        parts = line.split("\r")[-64:] if "\r" in line else [line]
-        process = None
-        if len(parts) == 1 and line.lstrip().startswith("{") and line.rstrip().endswith("}"):
+    def read(self, line: str) -> list[Event]:
+        """As ``feed``, for a line that ``interesting`` has not refused, or where a message is ``waiting``."""
+        self._number += 1
+        line = line.rstrip()
+        if "\r" in line:
+            parts, process = line.split("\r")[-64:], None
+        elif line.endswith("}") and line.lstrip().startswith("{"):
             parts, process = _unwrap_json(line[: 4 * _LINE_LIMIT])
+        else:
+            events = self._part(line[:_LINE_LIMIT], None) if line else []
+            self._previous = line[:_LINE_LIMIT]
+            return events
+        events = []
         for part in parts:
             if part.strip():
                 events += self._part(part[:_LINE_LIMIT], process)
@@ -877,6 +924,8 @@ class LogParser:
             line = _Line(line.text, _rank_of(process, None, None), line.file, True, line.prefix)
         found, open_ended = _match(line.text, line.file)
         anchored = bool(found) or open_ended
+        if not anchored and not self._open and (line.prefixed or not _may_be_prefixed(self._previous)):
+            return []
         goes_on = not line.prefixed or (self._first is not None and line.prefix == self._first.prefix)
         if self._open and goes_on and not line.text.startswith(('File "', "Traceback", "^")):
             told = _told(self._best()[0])
@@ -888,7 +937,7 @@ class LogParser:
             line, found, open_ended = joined
         elif not anchored:
             return events
-        elif line.rank is None and not line.prefixed and self._previous:
+        elif line.rank is None and not line.prefixed and _may_be_prefixed(self._previous):
             before = _strip(self._previous[:_LINE_LIMIT])
             if not before.text and before.prefixed:  # the line broke after its prefix
                 line = _Line(line.text, before.rank, line.file or before.file, True, before.prefix)
@@ -900,6 +949,8 @@ class LogParser:
     def _joined_to_previous(self, line: _Line) -> tuple[_Line, list, bool] | None:
         """A message whose first words broke over two lines, so that neither showed its anchor."""
         if not self._previous or len(self._previous) > _MESSAGE_CHARS:
+            return None
+        if not _may_be_prefixed(self._previous):
             return None
         before = _strip(self._previous.rstrip("\r\n"))
         if not before.text or not before.prefixed or _match(before.text, before.file)[0]:
@@ -981,16 +1032,18 @@ def parse_stream(file: TextIO, block_chars: int = 1 << 20) -> Iterator[Event]:
     """The events of an open text file, read in blocks to its end."""
     parser = LogParser()
     rest = before = ""
+    waiting = False
     while block := file.read(block_chars):
         lines = (rest + block).split("\n")
         rest = lines.pop()[:_LINE_LIMIT]
         quiet = 0
         for line in lines:
-            if interesting(line) or parser.waiting:
+            if waiting or interesting(line):
                 if quiet:
                     parser.skip(quiet, before)
                     quiet = 0
-                yield from parser.feed(line)
+                yield from parser.read(line)
+                waiting = parser.waiting
             else:
                 quiet += 1
                 before = line
