@@ -197,7 +197,7 @@ def _stage(shape: ModelShape, flags: ServeFlags, rules: Rules, number: int) -> _
     slack = 0.04 + 0.04 * profiled.peak_gib
     retained = profiled.retained_gib
     activation = profiled.peak_gib
-    bands = {"weights": (weight * 0.998 - 0.02, weight * 1.002 + 0.05)}
+    bands = {"weights": (weight * 0.996 - 0.02, weight * 1.004 + 0.03)}
     if rules.consumed:
         buffers = buffers_gib(shape, seqs, length, block)
         terms = {"consumed": weight + buffers + non_torch + retained}
