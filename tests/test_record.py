@@ -224,7 +224,7 @@ PLAIN = ("units", "errors", "flags", "configs", "quantization", "vision", "shape
 ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
          "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "screen", "attach", "watch",
          "notebook", "plots", "comparisons", "traffic_plots", "finding_view", "clinic", "preflight", "launch", "panel",
-         "widgets", "cli", "__main__")  # fmt: skip
+         "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

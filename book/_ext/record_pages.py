@@ -33,7 +33,7 @@ sys.path.insert(0, str(ROOT / "labs"))
 # panel has no kernel behind it there: it leaves its place to run_browser.
 os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
-from memlab import comparisons, finding_view, flags, plots, record, traffic_plots, units  # noqa: E402
+from memlab import comparisons, finding_view, flags, plots, record, schedule_plots, traffic_plots, units  # noqa: E402
 from memlab.errors import RecordError  # noqa: E402
 
 RECORDS = ROOT / "labs" / "records"
@@ -46,7 +46,11 @@ FIGURES = {
     "activation": traffic_plots.activation,
     "allocator": traffic_plots.allocator,
     "by-load": traffic_plots.by_load,
+    "first-tokens": schedule_plots.first_tokens,
+    "gaps": schedule_plots.gaps,
+    "pauses": schedule_plots.pauses,
     "pool": traffic_plots.pool,
+    "schedule": schedule_plots.schedule,
     "speeds": traffic_plots.speeds,
     "throughput": traffic_plots.throughput,
     "trace": traffic_plots.trace,
@@ -276,8 +280,17 @@ def traffic_of(run: record.RunRecord) -> str:
 
 def load_in_words(load: record.Traffic) -> str:
     at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
+    if load.requests_per_s:
+        at_once = f"{load.requests_per_s:g} a second"
     asks = "" if load.prompt_logprobs is None else ", with prompt_logprobs"
-    return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}{asks}"
+    long = load.long_prompts
+    among = (
+        f", and among them {long.requests} of {long.input_tokens} + {long.output_tokens} tokens, "
+        f"{long.at_once} at once every {long.every_s:g} s"
+        if long
+        else ""
+    )
+    return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}{asks}{among}"
 
 
 def neighbour_in_words(neighbour: record.Neighbour) -> str:

@@ -191,6 +191,11 @@ def check(flags: ServeFlags, model_max_len: int | None = None) -> None:
             f"max_model_len ({length}) is greater than the model's own limit ({model_max_len}, "
             "max_position_embeddings): lower it"
         )
+    threshold = flags.long_prefill_token_threshold
+    if None not in (threshold, length) and threshold > length:
+        raise FlagError(
+            f"long_prefill_token_threshold ({threshold}) cannot be greater than max_model_len ({length}): lower it"
+        )
     if flags.enable_chunked_prefill is False and tokens is not None and length is not None and tokens < length:
         raise FlagError(
             f"max_num_batched_tokens ({tokens}) is smaller than max_model_len ({length}): without chunked prefill a "

@@ -21,6 +21,7 @@ FLAGS = (
     "max_num_batched_tokens",
     "max_model_len",
     "enable_chunked_prefill",
+    "long_prefill_token_threshold",
     "enforce_eager",
     "block_size",
     "kv_cache_dtype",
@@ -47,6 +48,7 @@ _OFFERED = {
     "max_num_batched_tokens": (512, 1024, 2048, 4096, 8192, 16384, 32768),
     "max_model_len": (2048, 4096, 8192, 16384, 32768, 65536, 131072),
     "enable_chunked_prefill": (True, False),
+    "long_prefill_token_threshold": (0, 256, 512, 1024, 2048),
     "enforce_eager": (True, False),
     "block_size": (16, 32, 64, 128),
     "kv_cache_dtype": ("auto", "fp8"),
@@ -59,6 +61,7 @@ _OFFERED = {
 # vLLM's own defaults where no card and no other flag decides (vllm/engine/arg_utils.py, vllm/config, 0.26 to 0.33).
 _DEFAULTS = {
     "gpu_memory_utilization": 0.92,
+    "long_prefill_token_threshold": 0,
     "enforce_eager": False,
     "kv_cache_dtype": "auto",
     "tensor_parallel_size": 1,
@@ -215,7 +218,7 @@ class Panel:
         settings = replace(self.settings, flags=launch.safe(self.settings.flags)[0])
         longest = self.resolved.max_model_len
         if settings.series and longest and longest > 0:
-            fitting = tuple(load for load in settings.traffic if load.input_tokens + load.output_tokens <= longest)
+            fitting = tuple(load for load in settings.traffic if load.longest_tokens <= longest)
             settings = replace(settings, traffic=fitting)
         return settings
 
@@ -341,6 +344,8 @@ class Panel:
         values = _OFFERED[name]
         if name == "max_model_len" and shape:
             values = tuple(value for value in values if value <= shape.max_position_embeddings)
+        elif name == "long_prefill_token_threshold" and self.resolved.max_model_len:
+            values = tuple(value for value in values if value <= self.resolved.max_model_len)
         elif name == "block_size" and self.here.backend == "cpu":
             values = tuple(value for value in values if value % 32 == 0)
         elif name == "kv_cache_dtype" and self.here.backend == "cuda":

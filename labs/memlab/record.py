@@ -125,6 +125,12 @@ class Traffic:
                 "prompt_logprobs out"
             )
 
+    @property
+    def longest_tokens(self) -> int:
+        """Of one request, prompt and answer together."""
+        kinds = [self, *([self.long_prompts] if self.long_prompts else [])]
+        return max(kind.input_tokens + kind.output_tokens for kind in kinds)
+
 
 @dataclass(frozen=True)
 class Neighbour:

@@ -41,6 +41,9 @@ def _groups(records) -> list[_Group]:
 def load_name(load: Traffic) -> str:
     """A load in a word or two, as an axis has it."""
     tokens = f"{load.input_tokens:,}"
+    if load.long_prompts:
+        long = load.long_prompts
+        return f"{load.requests} × {tokens} and {long.requests} × {long.input_tokens:,}"
     return tokens if load.concurrency == 1 else f"{load.concurrency or load.requests} × {tokens}"
 
 
