@@ -12,7 +12,7 @@ from memlab.shapes import LAB_MODELS, ModelShape
 _SPECIAL = ("<|begin|>", "<|end|>")
 _CHAT_TEMPLATE = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}assistant: "
 # Code points for the tokens of more than a byte: what bytes that are no UTF-8 decode to, ideographs, syllables, then
-# the planes for private use.
+# the planes for private use, and last the rest of the planes for ideographs.
 _CHARACTERS = (
     range(0xFFFD, 0xFFFE),
     range(0x4E00, 0xA000),
@@ -20,6 +20,7 @@ _CHARACTERS = (
     range(0x20000, 0x2A6E0),
     range(0xF0000, 0xFFFFE),
     range(0x100000, 0x10FFFE),
+    range(0x2A6E0, 0x3FFFE),
 )
 
 

@@ -13,6 +13,14 @@ from memlab.versions import Version
 
 RESERVE_GIB = 150 / 1024  # what vLLM itself leaves beside a pool that it suggests (gpu_worker.py, 0.33)
 _HOST_GIB = 4.0  # one worker with torch and CUDA loaded, beside the weights that pass through
+_COUNTS = (
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "block_size",
+    "num_gpu_blocks_override",
+)
 _STEP = 0.01  # of gpu_memory_utilization
 _SEE = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
 
@@ -147,9 +155,13 @@ def resolved(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
 
 def _refuse(shape: ModelShape, flags: ServeFlags) -> None:
     """Refuse what has no meaning, so that nothing can be counted."""
-    ranks, stages = flags.tensor_parallel_size or 1, flags.pipeline_parallel_size or 1
-    if ranks < 1 or stages < 1:
-        raise FlagError("tensor_parallel_size and pipeline_parallel_size must be at least 1")
+    for name in _COUNTS:
+        value = getattr(flags, name)
+        if value is not None and value < 1:
+            raise FlagError(f"{name} {value} must be at least 1")
+    share, stages = flags.gpu_memory_utilization, flags.pipeline_parallel_size or 1
+    if share is not None and not 0 < share <= 1:
+        raise FlagError(f"gpu_memory_utilization {share} is no share of the card: give more than 0 and at most 1")
     if stages > shape.num_hidden_layers:
         raise FlagError(f"pipeline_parallel_size {stages} is more than the model's {shape.num_hidden_layers} layers")
     if flags.cpu_offload_gb is not None and flags.cpu_offload_gb < 0:
