@@ -1,6 +1,5 @@
 """OOM now: the page says what memlab.doctor says, with nothing but a browser."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,6 @@ from memlab.doctor import diagnose
 from test_book import copy_tracked, jupyter_book
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "book" / "_ext"))
 
 PHASES = tuple(doctor.RULES)
 TYPED = str.maketrans("‘’", "''")  # prose gets typographic quotes
