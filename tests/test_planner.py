@@ -202,6 +202,12 @@ def test_a_start_that_fails_names_the_check_in_vllms_words(card, flags, words):
     assert words in found.failed_check
 
 
+def test_the_backend_of_latent_attention_sets_the_block():
+    blocks = [planned("deepseek-v2-lite-12-layers", max_model_len=8192, kv_cache_dtype=dtype).flags.block_size
+              for dtype in ("auto", "fp8")]  # fmt: skip
+    assert blocks == [16, 64]
+
+
 def test_auto_takes_the_longest_request_that_fits():
     found = planned("llama-3.1-8b", RTX_3090, max_model_len=-1)
     assert found.starts

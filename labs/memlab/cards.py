@@ -75,6 +75,19 @@ def batch_defaults(
     return (2048 if usage == "server" else 8192), 256
 
 
+def block_size(card: Card, latent_attention: bool, kv_cache_dtype: str | None) -> int:
+    """vLLM's own block size on a GPU: 16, or the least that the backend of latent attention takes.
+
+    Source: vllm/platforms/cuda.py (0.33:84-186) for the backend, vllm/v1/attention/backends/mla/ for its blocks.
+    """
+    if not latent_attention:
+        return 16
+    if card.compute_capability[0] == 10:
+        return 32  # FLASHINFER_MLA
+    quantized = (kv_cache_dtype or "auto").startswith("fp8")
+    return 64 if card.compute_capability[0] == 9 and quantized else 16  # FLASHMLA, FLASH_ATTN_MLA or TRITON_MLA
+
+
 def cpu_batch_defaults(world_size: int = 1, usage: str = "server") -> tuple[int, int]:
     """The same on vLLM's CPU backend (vllm/engine/arg_utils.py, 0.32)."""
     tokens, seqs = (2048, 128) if usage == "server" else (4096, 256)

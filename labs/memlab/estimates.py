@@ -97,13 +97,12 @@ def step(
     vllm/v1/sample/ops/topk_topp_sampler.py, 0.33). Only the last stage samples, only the first sees images.
     """
     tokens, ranks = max_num_batched_tokens, tensor_parallel_size
-    hybrid = len(set(shape.kinds())) > 1
     rows = (rules.compiled_rows if compiled else 3) + (0 if last else 2)
     forward = _forward_gib(shape, tokens, max_num_seqs, max_model_len, block_size, ranks, rows)
     sampler = 0.0
     if last:
         held, constant = rules.sampler_bytes, rules.sampler_gib
-        if rules.runner(shape.is_mixture, hybrid) == "V1":
+        if rules.runner(shape.architecture, shape.is_mixture) == "V1":
             held, constant = rules.first_runner_sampler
         logits = min(max_num_seqs, tokens) * shape.vocab_size * (shape.dtype_bytes + held)
         sampler = (logits + tokens * shape.hidden_size * shape.dtype_bytes) / GIB + constant

@@ -187,7 +187,7 @@ def _stage(shape: ModelShape, flags: ServeFlags, rules: Rules, number: int) -> _
     seqs, length = flags.max_num_seqs, flags.max_model_len
     weight = weights.stage_gib(shape, ranks, (first, end), rules.split_limit)
     weight = max(0.0, weight - (flags.cpu_offload_gb or 0.0))
-    runner = rules.runner(shape.is_mixture, len(set(shape.kinds())) > 1)
+    runner = rules.runner(shape.architecture, shape.is_mixture)
     ends = {"first": number == 0, "last": number == len(stages) - 1}
     sizes = (flags.max_num_batched_tokens, seqs, length)
     profiled = step(shape, rules, *sizes, not eager, ranks, block, **ends)
@@ -199,7 +199,7 @@ def _stage(shape: ModelShape, flags: ServeFlags, rules: Rules, number: int) -> _
     activation = profiled.peak_gib
     bands = {"weights": (weight * 0.996 - 0.02, weight * 1.004 + 0.03)}
     if rules.consumed:
-        buffers = buffers_gib(shape, seqs, length, block)
+        buffers = buffers_gib(shape, seqs, length, block) if rules.buffers else 0.0
         terms = {"consumed": weight + buffers + non_torch + retained}
         bands["consumed"] = (weight + buffers + low + 0.9 * retained, weight + 1.1 * buffers + high + 1.1 * retained)
     else:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 
 from memlab import versions
-from memlab.cards import Card, batch_defaults
+from memlab.cards import Card, batch_defaults, block_size
 from memlab.errors import FlagError, ShapeError
 from memlab.flags import ServeFlags, check, resolve
 from memlab.ledger import Prediction, predict
@@ -150,7 +150,10 @@ def plan(
 def resolved(shape: ModelShape, card: Card, given: ServeFlags, version: Version, usage: str = "server") -> ServeFlags:
     """Flags as vLLM fills them in on this card."""
     tokens, seqs = batch_defaults(card.total_gib, card.name, version, usage)
-    return resolve(given, tokens, seqs, shape.max_model_len)
+    filled = resolve(given, tokens, seqs, shape.max_model_len)
+    if filled.block_size is not None:
+        return filled
+    return filled.with_(block_size=block_size(card, shape.uses_latent_attention, given.kv_cache_dtype))
 
 
 def _refuse(shape: ModelShape, flags: ServeFlags) -> None:

@@ -13,9 +13,10 @@ class Rules:
 
     ``consumed``: weights, buffers and non-torch memory are one number. ``graphs_off_pool`` names the runners whose
     estimate of the CUDA graphs is taken off the pool. ``second_runner`` says which models the second model runner
-    serves. ``sampler_bytes`` is what the profiled sampler holds for each sequence and word besides the logits,
-    ``sampler_gib`` what it holds besides; ``compiled_rows`` the rows of the hidden size that a compiled layer keeps.
-    ``buffers`` charges the second runner's buffers. ``tokens_by_blocks`` is the older printed number of tokens.
+    serves: all, none, or dense ones and the architectures of ``second_runner_mixtures``; ``buffers`` charges what it
+    keeps for each sequence. ``sampler_bytes`` is what the profiled sampler holds for each sequence and word besides the
+    logits, ``sampler_gib`` what it holds besides; ``compiled_rows`` the rows of the hidden size that a compiled layer
+    keeps. ``tokens_by_blocks`` is the older printed number of tokens. Of non-torch memory: value, lowest, highest.
     """
 
     since: Version
@@ -24,6 +25,7 @@ class Rules:
     consumed: bool = True
     graphs_off_pool: frozenset[str] = frozenset({"V1", "V2"})
     second_runner: str = "all"
+    second_runner_mixtures: frozenset[str] = frozenset({"DeepseekV2ForCausalLM", "Qwen2MoeForCausalLM"})
     buffers: bool = True
     split_limit: bool = True
     null_block: bool = True
@@ -37,11 +39,10 @@ class Rules:
     non_torch_gib: tuple[float, float, float] = (0.12, 0.05, 0.35)
     parallel_non_torch_gib: tuple[float, float, float] = (2.10, 1.50, 2.40)
 
-    def runner(self, mixture: bool, hybrid: bool) -> str:
-        """The model runner that serves such a model: ``V1`` or ``V2``."""
-        if self.second_runner == "all":
-            return "V2"
-        return "V2" if self.second_runner == "dense" and not (mixture or hybrid) else "V1"
+    def runner(self, architecture: str, mixture: bool) -> str:
+        """The model runner that serves such a model: ``V1`` or ``V2`` (vllm/config/vllm.py, 0.26:68-77, 550-622)."""
+        dense = not mixture or architecture in self.second_runner_mixtures
+        return "V2" if self.second_runner == "all" or (self.second_runner == "dense" and dense) else "V1"
 
 
 _OF_0_27 = Rules((0, 27), "vllm/v1/worker/gpu_worker.py (0.33:676-760), vllm/v1/core/kv_cache_planning.py (0.33)")
