@@ -118,6 +118,35 @@ def test_gemma_3_shares_a_block_among_six_groups_of_eight_layers():
     assert layout.bytes_per_block == 8 * 16 * 2 * 8 * 256 * 2
 
 
+@pytest.mark.parametrize("name", [name for name, shape in LAB_MODELS.items() if len(set(shape.kinds())) > 1])
+def test_groups_and_blocks_are_those_of_vllms_own_code(name):
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_cache_interface import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
+
+    shape = LAB_MODELS[name]
+    sizes = {"block_size": 16, "num_kv_heads": shape.kv_heads(), "head_size": shape.head_dim, "dtype": torch.bfloat16}
+    specs = {
+        shapes.FULL: lambda: FullAttentionSpec(**sizes),
+        shapes.SLIDING: lambda: SlidingWindowSpec(**sizes, sliding_window=shape.sliding_window),
+        shapes.CHUNKED: lambda: ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=shape.attention_chunk_size),
+    }
+    layers = {str(number): specs[kind]() for number, kind in enumerate(shape.kinds())}
+    theirs = kv_cache_utils._get_kv_cache_groups_uniform_page_size(layers)
+    ours = kv_layout.layout(shape)
+    grouped = sorted([int(layer) for layer in group.layer_names] for group in theirs)
+    assert sorted(kv_layout.group(shape.kinds())) == grouped
+    widest = max(len(group.layer_names) for group in theirs)
+    assert ours.bytes_per_block == widest * theirs[0].kv_cache_spec.page_size_bytes
+    taken = {"max_in_flight_tokens": 4096, "max_model_len": 8192}
+    blocks = sum(
+        spec.max_admission_blocks_per_request(**taken) if hasattr(spec, "max_admission_blocks_per_request") else 512
+        for spec in (group.kv_cache_spec for group in theirs)
+    )
+    assert ours.blocks_per_request(8192, 4096) == blocks
+
+
 @given(st.sampled_from(sorted(LAB_MODELS)), st.integers(1, 20000), st.integers(1, 20000))
 def test_a_longer_request_takes_no_fewer_blocks(name, length, more):
     layout = kv_layout.layout(LAB_MODELS[name])
