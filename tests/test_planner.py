@@ -231,6 +231,11 @@ def test_a_start_that_fails_names_the_check_in_vllms_words(card, flags, words):
     assert words in found.failed_check
 
 
+def test_a_data_type_that_the_card_lacks_is_changed_back():
+    found = planned("llama-3.1-8b", RTX_3090, max_model_len=4096, kv_cache_dtype="fp8")
+    assert [(change.flag, change.to) for change in found.changes] == [("kv_cache_dtype", "auto")]
+
+
 def test_the_backend_of_latent_attention_sets_the_block():
     blocks = [planned("deepseek-v2-lite-12-layers", max_model_len=8192, kv_cache_dtype=dtype).flags.block_size
               for dtype in ("auto", "fp8")]  # fmt: skip

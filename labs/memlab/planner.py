@@ -306,12 +306,13 @@ def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
         sizes = [given.kv_cache_memory_bytes * n // 20 for n in (*range(19, 0, -1), *range(21, 81, 2))]
         tried.append(("kv_cache_memory_bytes", given.kv_cache_memory_bytes, sizes))
     longest = _largest(1, max(1, now.max_model_len - 1), lambda length: pool(max_model_len=length) is not None)
+    now_dtype = given.kv_cache_dtype or "auto"
     steps = [*_halves(now.max_num_batched_tokens, 64), max(now.max_num_seqs, now.max_model_len)]
     tried += [
         ("max_model_len", now.max_model_len, [longest] if longest else []),
         ("max_num_batched_tokens", now.max_num_batched_tokens, steps),
         ("max_num_seqs", now.max_num_seqs, _halves(now.max_num_seqs, 1)),
-        ("kv_cache_dtype", given.kv_cache_dtype or "auto", ["fp8"] if not given.kv_cache_dtype else []),
+        ("kv_cache_dtype", now_dtype, ["fp8"] if now_dtype == "auto" else ["auto"]),
         ("enforce_eager", False, [] if given.enforce_eager else [True]),
         ("quantization", None, [] if shape.quantization or given.quantization else ["fp8"]),
         (
@@ -321,7 +322,7 @@ def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
         ),
         ("cpu_offload_gb", given.cpu_offload_gb or 0, list(range(1, 65))),
     ]
-    found = []
+    found: list[Change] = []
     for flag, before, values in tried:
         for value in values:
             left = pool(**{flag: value})
