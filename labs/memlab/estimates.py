@@ -56,24 +56,32 @@ def workspace_gib(shape: ModelShape, max_num_batched_tokens: int, tensor_paralle
     return max_num_batched_tokens * shape.experts.per_token * columns * shape.dtype_bytes / GIB
 
 
-def _forward_gib(shape, tokens, seqs, length, block, ranks, rows) -> float:
-    """Forward pass of one layer: its MLP (two inputs and the product), or latent attention's up-projection."""
+def _forward_gib(shape, tokens, seqs, length, block, ranks, rows, retained) -> float:
+    """Forward pass of one layer: its MLP (two inputs and the product), or latent attention's up-projection.
+
+    A dense layer before the first with experts runs before their workspace is there, so it counts less that.
+    """
     hidden = rows * shape.hidden_size
-    widths = []
     inner = 3 if shape.gated else 2
-    experts = shape.experts
-    if experts is None or len(experts.layers) < shape.num_hidden_layers:
-        widths.append(inner * -(-shape.intermediate_size // ranks) + hidden)
-    if experts is not None:
-        widths.append(inner * -(-experts.shared_size // ranks) + experts.count + hidden)
-    peak = max(widths) * tokens
+    experts, size = shape.experts, tokens * shape.dtype_bytes / GIB
+    dense = size * (inner * -(-shape.intermediate_size // ranks) + hidden)
+    if experts is None:
+        peak = dense
+    else:
+        peak = size * (inner * -(-experts.shared_size // ranks) + experts.count + hidden)
+        leading = min(experts.layers, default=0)
+        if leading > 0:
+            peak = max(peak, dense - retained)
+        if len(experts.layers) < shape.num_hidden_layers - leading:
+            peak = max(peak, dense)
     if shape.latent:
         latent, heads = shape.latent, -(-shape.num_attention_heads // ranks)
-        size = min(max(8 * length, 4 * seqs * block), _MLA_WORKSPACE_ROWS)
-        up = max(size, seqs * block) * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        vectors = max(min(max(8 * length, 4 * seqs * block), _MLA_WORKSPACE_ROWS), seqs * block)
+        up = vectors * heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         query = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
-        peak = max(peak, up + tokens * (query + latent.size + heads * latent.v_head_dim + 2 * shape.hidden_size))
-    return peak * shape.dtype_bytes / GIB
+        beside = tokens * (query + latent.size + heads * latent.v_head_dim + 2 * shape.hidden_size)
+        peak = max(peak, (up + beside) * shape.dtype_bytes / GIB)
+    return peak
 
 
 def step(
@@ -98,7 +106,8 @@ def step(
     """
     tokens, ranks = max_num_batched_tokens, tensor_parallel_size
     rows = (rules.compiled_rows if compiled else 3) + (0 if last else 2)
-    forward = _forward_gib(shape, tokens, max_num_seqs, max_model_len, block_size, ranks, rows)
+    retained = workspace_gib(shape, tokens, ranks)
+    forward = _forward_gib(shape, tokens, max_num_seqs, max_model_len, block_size, ranks, rows, retained)
     sampler = 0.0
     if last:
         held, constant = rules.sampler_bytes, rules.sampler_gib
@@ -112,7 +121,7 @@ def step(
         pixels = count * 3 * shape.vision.image_pixels
         images = (tokens * shape.hidden_size + pixels) * shape.dtype_bytes / GIB
     constant = rules.step_gib
-    return Step(forward + constant, sampler + constant, images, workspace_gib(shape, tokens, ranks))
+    return Step(forward + constant, sampler + constant, images, retained)
 
 
 _SIZES = (1, 2, 4, *range(8, 256, 8), *range(256, 2 * _MOST_GRAPHS + 1, 16))
