@@ -31,11 +31,14 @@ CARDS = {
         Card("NVIDIA H200", 139.80, (9, 0), 140.40, "this book's records"),
         Card("NVIDIA H100 80GB HBM3", 79.11, (9, 0), None, "vLLM pull request #48601"),
         Card("NVIDIA A100-SXM4-80GB", 79.15, (8, 0), None, "vLLM issue #18446"),
+        Card("NVIDIA RTX A6000", 47.74, (8, 6), None, "vLLM issue #11230"),
         Card("NVIDIA L40S", 44.42, (8, 9), None, "vLLM issue #15815"),
         Card("NVIDIA GeForce RTX 5090", 31.37, (12, 0), None, "vLLM issue #14452"),
         Card("NVIDIA GeForce RTX 4090", 23.65, (8, 9), None, "vLLM issue #24436"),
         Card("NVIDIA GeForce RTX 3090", 23.58, (8, 6), None, "vLLM issue #10517"),
         Card("NVIDIA A10G", 22.30, (8, 6), None, "vLLM issue #34643"),
+        Card("NVIDIA RTX A2000 12GB", 11.53, (8, 6), None, "vLLM issue #12030"),
+        Card("NVIDIA GeForce RTX 4060 Laptop GPU", 8.00, (8, 9), None, "vLLM issue #13882"),
         Card("Tesla T4", 14.58, (7, 5), None, "vLLM issue #7590"),
     )
 }
