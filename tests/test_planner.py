@@ -242,6 +242,16 @@ def test_the_backend_of_latent_attention_sets_the_block():
     assert blocks == [16, 64]
 
 
+def test_the_estimated_length_is_what_the_pool_would_hold():
+    found = planned("gemma-3-12b-text", cards.find("A6000"), gpu_memory_utilization=0.55)
+    estimate = int(found.failed_check.split("estimated maximum model length is ")[1].split(".")[0])
+    assert 1000 < estimate < found.flags.max_model_len
+    tokens = found.flags.max_num_batched_tokens
+    fits = planned("gemma-3-12b-text", cards.find("A6000"), gpu_memory_utilization=0.55, max_model_len=estimate - 16,
+                   max_num_batched_tokens=tokens, max_num_seqs=found.flags.max_num_seqs)  # fmt: skip
+    assert fits.starts, fits.failed_check
+
+
 def test_auto_takes_the_longest_request_that_fits():
     found = planned("llama-3.1-8b", RTX_3090, max_model_len=-1)
     assert found.starts

@@ -171,7 +171,7 @@ def _watch(arguments) -> int:
 
 
 def _plan(arguments) -> int:
-    from memlab import cards, flags, plan_report, planner, shapes
+    from memlab import cards, flags, ledger, plan_report, planner, shapes
 
     try:
         config = json.loads(arguments.config.read_text(encoding="utf-8"))
@@ -188,7 +188,9 @@ def _plan(arguments) -> int:
         card = planner.with_capability(card, _numbers(arguments.compute_capability, "compute capability", "8.6"))
     version = _numbers(arguments.vllm_version, "version of vLLM", "0.33.0")
     given = flags.from_args(arguments.serve)
-    strange = [word for word in given.extra if word.startswith("-") and word not in _PASSED_ON]
+    strange = [
+        word for word in given.extra if word.startswith("-") and word not in (ledger.HYBRID_OFF, ledger.ASYNC_OFF)
+    ]
     if strange:
         raise MemlabError(f"memlab does not count {', '.join(strange)}: leave it out of the plan")
     found = planner.plan(shapes.from_config(config), card, given, version)
@@ -197,10 +199,6 @@ def _plan(arguments) -> int:
     else:
         print(plan_report.text(found, explained=arguments.explain))
     return 0
-
-
-# Flags that the planner knows without modelling a value of them.
-_PASSED_ON = ("--disable-hybrid-kv-cache-manager", "--no-async-scheduling")
 
 
 def _numbers(text: str, what: str, example: str) -> tuple[int, int]:

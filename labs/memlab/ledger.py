@@ -166,6 +166,7 @@ def weights_gib(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
     return weights.stage_gib(shape, tensor_parallel_size)
 
 
+HYBRID_OFF, ASYNC_OFF = "--disable-hybrid-kv-cache-manager", "--no-async-scheduling"  # read from what is passed on
 _CONTEXT_GIB = (0.70, 0.35, 1.00)  # H200, CUDA 13; the band covers other cards
 
 
@@ -210,7 +211,7 @@ def _stage(shape: ModelShape, flags: ServeFlags, rules: Rules, number: int) -> _
     bands["activation"] = (activation - slack, activation + slack)
     if graphs is not None:
         bands["cuda_graphs_estimated"] = (0.4 * graphs, 2.0 * graphs)
-    hybrid = "--disable-hybrid-kv-cache-manager" not in flags.extra
+    hybrid = HYBRID_OFF not in flags.extra
     pages = layout(shape, flags.kv_cache_dtype or "auto", ranks, block, (first, end), hybrid)
     return _Stage({"weights": weight, **terms, "activation": activation}, bands, graphs, subtracted, profiled, pages)
 
@@ -276,7 +277,7 @@ def predict(
 def in_flight_tokens(flags: ServeFlags, rules: Rules) -> int:
     """Tokens of the steps that may be under way at once (vllm/config/vllm.py, 0.33:588-609)."""
     batches = rules.in_flight_batches - 1 + (flags.pipeline_parallel_size or 1)
-    return (1 if "--no-async-scheduling" in flags.extra else batches) * flags.max_num_batched_tokens
+    return (1 if ASYNC_OFF in flags.extra else batches) * flags.max_num_batched_tokens
 
 
 def _pool(stage: _Stage, flags: ServeFlags, rules: Rules, budget: float) -> float:

@@ -6,7 +6,8 @@ from memlab import versions
 from memlab.cards import Card, batch_defaults, block_size
 from memlab.errors import FlagError, ShapeError
 from memlab.flags import ServeFlags, check, resolve
-from memlab.ledger import Prediction, predict
+from memlab.kv_layout import layout
+from memlab.ledger import HYBRID_OFF, Prediction, in_flight_tokens, predict
 from memlab.shapes import ModelShape
 from memlab.units import GIB, show_gib
 from memlab.versions import Version
@@ -244,15 +245,28 @@ def failed_check(
     if flags.num_gpu_blocks_override is not None:
         pool = prediction.needed_gib * prediction.max_concurrency
     if prediction.needed_gib > pool:
+        longest = _longest(shape, flags, prediction, version)
+        estimate = (
+            f"Based on the available memory, the estimated maximum model length is {longest}. " if longest else ""
+        )
         return (
             f"To serve at least one request with the model's max seq len ({flags.max_model_len}), "
             f"({prediction.needed_gib:.2f} GiB KV cache is needed, which is larger than the available KV cache memory "
-            f"({pool:.2f} GiB). Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
+            f"({pool:.2f} GiB). {estimate}Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
             f"initializing the engine. {_SEE}"
         )
     if ledger.pool_given and resident + ledger.activation_gib + ledger.kv_cache_gib > free:
         return f"CUDA out of memory while the KV cache is allocated: {show_gib(ledger.kv_cache_gib)} do not fit."
     return None
+
+
+def _longest(shape: ModelShape, flags: ServeFlags, prediction: Prediction, version: Version) -> int:
+    """The longest request that the pool as it is would hold (kv_cache_planning.py, _estimate_max_model_len)."""
+    rules, ranks = versions.rules_for(version), flags.tensor_parallel_size or 1
+    hybrid = HYBRID_OFF not in flags.extra
+    pages = layout(shape, flags.kv_cache_dtype or "auto", ranks, flags.block_size or 16, hybrid=hybrid)
+    usable = prediction.kv_blocks - (1 if rules.null_block else 0)
+    return pages.longest(usable, flags.max_model_len, in_flight_tokens(flags, rules))
 
 
 def _unsupported(shape: ModelShape, card: Card, flags: ServeFlags) -> str | None:
