@@ -31,15 +31,8 @@ def versions(metric: dict) -> str:
     return found[0] if len(found) == 1 else f"{found[0]} to {found[-1]}"
 
 
-def named(metric: dict) -> nodes.paragraph:
-    return nodes.paragraph("", "", nodes.literal(metric["name"], metric["name"]))
-
-
-def names_table(header, rows) -> nodes.table:
-    """A table as Markdown makes one: on a phone its long names break, where a table of numbers would scroll."""
-    made = table(header, rows)
-    made["classes"] = []
-    return made
+def named(metric: dict, more: str = "") -> nodes.paragraph:
+    return nodes.paragraph("", "", nodes.literal(metric["name"], metric["name"]), nodes.Text(more))
 
 
 def in_code(text: str) -> nodes.paragraph:
@@ -64,18 +57,20 @@ class MetricNames(FromFile):
         rows = []
         for metric in self.read(METRICS)["metrics"]:
             needs = f" Needs `{metric['needs']}`." if "needs" in metric else ""
-            name = nodes.container("", named(metric), nodes.paragraph("", f"{metric['type']}, {versions(metric)}"))
-            rows.append((name, self.marked(metric["says"] + needs), self.marked(metric["do"])))
-        return [names_table(("metric, its type, vLLM", "what it says", "what to do"), rows)]
+            told = nodes.container("", self.marked(metric["says"] + needs), self.marked(metric["do"]))
+            rows.append((named(metric, f" {metric['type']}, {versions(metric)}"), told))
+        return [table(("metric, its type, the versions that have it", "what it says, and what to do"), rows)]
 
 
 class GoneMetricNames(FromFile):
     def run(self):
         rows = []
         for metric in self.read(METRICS)["gone"]:
-            source = nodes.reference("", f"#{metric['source'].rsplit('/', 1)[1]}", refuri=metric["source"])
-            rows.append((named(metric), self.marked(metric["now"]), nodes.paragraph("", "", source)))
-        return [names_table(("old name", "now", "removed by"), rows)]
+            now = self.marked(metric["now"])
+            number = metric["source"].rsplit("/", 1)[1]
+            now += [nodes.Text(" ("), nodes.reference("", f"#{number}", refuri=metric["source"]), nodes.Text(")")]
+            rows.append((named(metric), now))
+        return [table(("old name", "now, and the change that removed it"), rows)]
 
 
 class Alerts(FromFile):
