@@ -222,9 +222,9 @@ PLAIN = ("units", "errors", "flags", "configs", "quantization", "vision", "shape
          "kv_layout", "estimates", "ledger", "planner", "plan_report", "vllm_log", "findings", "facts", "remedies",
          "doctor_rules", "episodes", "failing_step", "failures", "doctor_report", "doctor", "record")  # fmt: skip
 ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
-         "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "screen", "attach", "watch",
-         "notebook", "plots", "comparisons", "traffic_plots", "finding_view", "clinic", "preflight", "launch", "panel",
-         "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
+         "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "pruning", "screen", "attach",
+         "watch", "notebook", "plots", "comparisons", "traffic_plots", "token_plots", "recommend", "finding_view",
+         "clinic", "preflight", "launch", "panel", "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():
