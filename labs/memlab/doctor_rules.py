@@ -375,8 +375,8 @@ HARMLESS = {
 }
 
 # What stands at the end of a log, by phase, in vLLM's words and without the prefixes of its lines: the last sign of
-# progress where an error does not name its step itself, the function in the traceback, the error. The words are those of
-# public reports, of this book's records and of vLLM's source; the numbers only show their form.
+# progress where an error does not name its step itself, the function in the traceback, the error. The words are
+# those of public reports, of this book's records and of vLLM's source; the numbers only show their form.
 _TRIED = (
     "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 298.00 MiB. GPU 0 has a total capacity of 23.65 GiB "
     "of which 98.25 MiB is free."
