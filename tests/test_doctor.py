@@ -70,6 +70,12 @@ def test_what_helped_in_the_thread_is_among_the_fixes():
     assert len(missed) <= 0.1 * len(asked), missed
 
 
+def test_the_old_engine_is_never_taken_for_the_new_one_nor_the_new_for_the_old():
+    known = [(case, read(case).engine) for case in CASES if "engine" in case]
+    assert [(case["file"], engine) for case, engine in known if engine not in (None, case["engine"])] == []
+    assert sum(engine is not None for _, engine in known) >= 0.75 * len(known)
+
+
 def test_no_report_is_read_as_a_failure_that_is_none():
     healthy = [case for case in CASES if case["phase"] in ("ok", "not_a_failure")]
     assert {read(case).phase for case in healthy} <= {"ok", "not_a_failure"}

@@ -9,8 +9,9 @@ the conclusions.
 
 import shlex
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 
-from memlab import cards, flags, shapes
+from memlab import cards, flags, launch, shapes
 from memlab.doctor_report import report
 from memlab.doctor_rules import HARMLESS, RULES, START, TRACEBACK, Rule
 from memlab.episodes import Reader, Run
@@ -38,12 +39,9 @@ def _context(
     if isinstance(command, flags.ServeFlags):
         given = command.set()
     elif command:
-        words = shlex.split(command) if isinstance(command, str) else list(command)
-        while words and (words[0] in ("vllm", "serve", "python", "python3", "-m") or "=" in words[0].split("-")[0]):
-            del words[0]
-        if words and words[0].startswith("vllm."):
-            del words[0]
-        given = flags.from_args(flags.take_model(words)[1]).set()
+        words = command if isinstance(command, str) else shlex.join(command)
+        bare = words.lstrip().startswith("-")
+        given = (flags.from_args(shlex.split(words)) if bare else launch.read(words).flags).set()
     shape = None
     if config:
         try:
@@ -101,7 +99,7 @@ def _conclude(reader: Reader, context: Context) -> Diagnosis:
     failures: list[Failure] = []
     blamed: Run | None = None
     for run in reader.runs:
-        found = failures_of(run, context)
+        found = failures_of(run, replace(context, pasted=run.command.values) if run.command else context)
         if blamed is None and any(one.phase not in _NOT_FATAL for one in found):
             blamed = run
         failures += [one for one in found if (one.phase, one.cause) not in {(old.phase, old.cause) for old in failures}]

@@ -9,7 +9,6 @@ _KEPT_OF_A_RUN = 2000
 _KEPT_RUNS = 40
 _QUIET = frozenset(("stats", "iteration", "load_progress", "graphs_trial_progress", "compile_step"))
 _REPEATS = 8  # of one kind and rank: a crash loop of requests says the same each time
-_BEGIN_A_RUN = frozenset(("version", "arguments", "engine_config"))
 SAYS_POOL = frozenset(("kv_available", "kv_given", "kv_auto", "memory_terms", "memory_profile", "kv_size", "kv_blocks"))
 _NOT_BEFORE_ITS_SETTINGS = ERRORS | SAYS_POOL | {"model_loaded", "ready", "stats"}
 _FAILS = ERRORS | {"frame", "exception", "collective_timeout", "forward_failed"}
@@ -25,7 +24,7 @@ class Run:
     preemptions: Event | None = None
     preempted: int = 0
     fullest: Event | None = None
-    ended: bool = False
+    command: Event | None = None
 
     def add(self, event: Event) -> None:
         if event.kind in ("stats", "iteration"):
@@ -69,15 +68,21 @@ class Reader:
         self.runs: list[Run] = [Run()]
         self.harmless: dict[str, Event] = {}
         self.starts = 1
+        self._command: Event | None = None
 
     def add(self, event: Event) -> None:
-        """Take the next event."""
+        """Take the next event. A pasted command is of the next start, and of one before it that has none."""
+        if event.kind == "command":
+            self._command = event
+            if self.runs[-1].command is None or not self.runs[-1].events:
+                self.runs[-1].command = event
+            return
         if event.kind in HARMLESS and (event.kind != "blocks_override" or not event.values["auto_blocks"]):
             self.harmless.setdefault(event.kind, event)
         if self.runs[-1].begins_anew(event):
             if len(self.runs) >= _KEPT_RUNS:
                 del self.runs[_KEPT_RUNS // 2]
-            self.runs.append(Run())
+            self.runs.append(Run(command=self._command))
             self.starts += 1
         self.runs[-1].add(event)
 

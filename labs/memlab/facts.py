@@ -2,13 +2,23 @@
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from memlab import cards, flags, shapes
 from memlab.errors import FlagError, ShapeError
 from memlab.ledger import MemoryLedger, predict
-from memlab.vllm_log import Event, StatedKV, arguments, engine, free_at_start_gib, ranks, stated_kv, stated_ledger
+from memlab.vllm_log import (
+    Event,
+    StatedKV,
+    arguments,
+    engine,
+    free_at_start_gib,
+    ranks,
+    resolved,
+    stated_kv,
+    stated_ledger,
+)
 
 _DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.25 to 0.33
 CONTEXTS_GIB = 1.5  # CUDA contexts of one's own processes and of the display take less
@@ -127,12 +137,13 @@ _MODELLED = {one.name for one in flags.MODELLED}
 
 @dataclass(frozen=True)
 class Context:
-    """What the caller knows besides the log."""
+    """What is known besides the log: by the caller, and ``pasted`` by a command that stands beside it."""
 
     given: Mapping[str, object]
     shape: shapes.ModelShape | None
     card: cards.Card | None
     total_gib: float | None
+    pasted: Mapping[str, object] = field(default_factory=dict)
 
 
 def _version(text: object) -> tuple[int, int] | None:
@@ -141,6 +152,7 @@ def _version(text: object) -> tuple[int, int] | None:
 
 
 _FILES_OF_V1 = {"gpu_model_runner.py", "gpu_worker.py", "core.py", "kv_cache_utils.py", "kv_cache_planning.py"}
+_FOLDERS_OF_V0 = ("vllm/worker/", "vllm/engine/multiprocessing/", "vllm/executor/", "vllm/core/")
 _KINDS_OF_V1 = {"kv_available", "kv_size", "memory_summary", "graphs_estimated", "engine_start_failed", "engine_fatal"}
 _KINDS_OF_V1 |= {"free_memory_low", "profile_grew", "mamba_blocks", "sampler_oom", "engine_dead", "graphs_profiled"}
 
@@ -158,8 +170,11 @@ def engine_generation(events: Iterable[Event]) -> str | None:
     for event in events:  # both generations have this message, with other numbers
         if event.kind == "kv_too_small" and event.values:
             return "V1" if "needed_gib" in event.values else "V0"
-    if any(event.kind == "frame" and event.values["file"] in _FILES_OF_V1 for event in events):
+    frames = [event for event in events if event.kind == "frame"]
+    if any(event.values["file"] in _FILES_OF_V1 or "vllm/v1/" in event.text for event in frames):
         return "V1"
+    if any(folder in event.text for event in frames for folder in _FOLDERS_OF_V0):
+        return "V0"
     if kinds & {"memory_profile", "memory_terms", "kv_blocks", "preempted", "kv_swap_exhausted", "swap_too_large"}:
         return "V0"
     if any(event.kind == "worker_failed" and "determine_num_available" in event.text for event in events):
@@ -180,7 +195,8 @@ def facts_at(start: list[Event], before: int, decisive: Event, context: Context,
     for event in (*parts, decisive):
         values |= {name: value for name, value in event.values.items() if name not in ("file", "function")}
     said = engine(start)
-    given = {**{name: value for name, value in said.items() if name in _MODELLED}, **arguments(start)}
+    given = {name: value for name, value in (said | resolved(start)).items() if name in _MODELLED}
+    given |= {**context.pasted, **arguments(start)}
     for event in start:
         if event.kind == "chunked_prefill":
             given.setdefault("max_num_batched_tokens", event.values.get("max_num_batched_tokens"))
@@ -200,7 +216,7 @@ def facts_at(start: list[Event], before: int, decisive: Event, context: Context,
         card=context.card,
         real_total_gib=context.total_gib,
         seen=frozenset(event.kind for event in events),
-        arguments_seen=any(event.kind == "arguments" for event in start),
+        arguments_seen=bool(context.pasted) or any(event.kind == "arguments" for event in start),
     )
     return replace(facts, missing=_missing(facts))
 

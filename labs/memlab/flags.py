@@ -138,6 +138,12 @@ def from_args(args: list[str]) -> ServeFlags:
     return ServeFlags(**vars(known), extra=tuple(extra))
 
 
+def name_of(option: str) -> str:
+    """vLLM's name of an option as it is typed: ``-tp``, ``--max-model-len`` and ``--max_model_len`` alike."""
+    option = option.replace("_", "-")
+    return _ALIASES.get(option, option).lstrip("-").replace("-", "_")
+
+
 def take_model(words: list[str]) -> tuple[str | None, list[str]]:
     """The model that the words behind ``vllm serve`` name, or behind the module that did so before it, and the rest.
 

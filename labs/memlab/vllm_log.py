@@ -18,6 +18,7 @@ from functools import cache, lru_cache
 from os import PathLike
 from typing import NamedTuple, TextIO
 
+from memlab import pasted
 from memlab.ledger import MemoryLedger
 from memlab.units import to_gib
 
@@ -191,6 +192,16 @@ def _arguments(text: str) -> dict[str, object]:
     }
 
 
+def _resolved(text: str) -> dict[str, object]:
+    """The flags as vLLM filled them in, from the line that ``memlab.vllm_main`` adds to a server's output."""
+    try:
+        found = json.loads(text[text.find("{") : text.rfind("}") + 1])
+    except (ValueError, RecursionError):
+        return {}
+    scalars = {str(name): value for name, value in found.items() if isinstance(value, bool | int | float | str)}
+    return {name: value for name, value in scalars.items() if not _SECRET_KEYS.search(name)}
+
+
 def _processes(text: str) -> dict[str, object]:
     """The memory of the processes that torch's message names by number, in GiB."""
     found = re.findall(rf"Process\s+\d+\s+has\s+({_SIZE})\s+memory\s+in\s+use", text)
@@ -262,6 +273,7 @@ ROWS: tuple[Row, ...] = (
         _p(r"(?:(?P<engine>V[01]) )?LLM engine \(v(?P<vllm_version>\d[\w.+-]{1,40})\)"),
     ), convert=_config, vague=True),
     Row("arguments", "non-default args:", (_p(r"non-default args: \{"),), until=r"\}\s*$", convert=_arguments),
+    Row("resolved", "memlab resolved: ", (_p(r"memlab resolved: \{"),), until=r"\}\s*$", convert=_resolved),
     Row("runner", "V2 Model Runner", fixed={"runner": "V2"}),
     Row("runner", "using the V1 model runner", fixed={"runner": "V1"}),  # config/vllm.py:725
     Row("attention", "backend out of potential", (
@@ -808,6 +820,21 @@ def _may_hold(line: str) -> bool:
         or "leaked" in line
         or ", in " in line
         or "run_busy" in line
+        or "resolved" in line
+        or "vllm serve" in line
+        or "vllm.entry" in line
+        or "api_server" in line
+        or "ocker run" in line
+        or "podman run" in line
+        or "erdctl run" in line
+        or "args:" in line
+        or 'args"' in line
+        or "command:" in line
+        or 'command"' in line
+        or "entrypoint:" in line
+        or 'entrypoint"' in line
+        or "LLM(" in line
+        or "gineArgs(" in line
         or "space" in line
         or "llocat" in line
     )
@@ -875,17 +902,19 @@ class LogParser:
         self._progress: tuple | None = None
         self._between_load_and_pool = False
         self._pool_known: set[str | None] = set()
+        self._launch: pasted.Launch | None = None
+        self._launch_number = 0
 
     def feed(self, line: str) -> list[Event]:
         """Read one line, with or without its end; returns the events that are complete now."""
-        if not self._open and not interesting(line):
+        if not self.waiting and not interesting(line):
             self.skip(1, line)
             return []
         return self.read(line)
 
     def close(self) -> list[Event]:
         """Give what an unfinished message at the end of the log tells. The parser can go on afterwards."""
-        events = self._finish()
+        events = self._finish() + self._launched()
         self._previous = ""
         return events
 
@@ -896,27 +925,43 @@ class LogParser:
 
     @property
     def waiting(self) -> bool:
-        """Whether a message is unfinished, so that every further line matters."""
-        return bool(self._open)
+        """Whether a message or a pasted command is unfinished, so that every further line matters."""
+        return bool(self._open) or self._launch is not None
 
     def read(self, line: str) -> list[Event]:
         """As ``feed``, for a line that ``interesting`` has not refused, or where a message is ``waiting``."""
         self._number += 1
         line = line.rstrip()
+        events = self._pasted(line)
         if "\r" in line:
             parts, process = line.split("\r")[-64:], None
         elif line.endswith("}") and line.lstrip().startswith("{"):
             parts, process = _unwrap_json(line[: 4 * _LINE_LIMIT])
         else:
-            events = self._part(line[:_LINE_LIMIT], None) if line else []
+            events += self._part(line[:_LINE_LIMIT], None) if line else []
             self._previous = line[:_LINE_LIMIT]
             return events
-        events = []
         for part in parts:
             if part.strip():
                 events += self._part(part[:_LINE_LIMIT], process)
         self._previous = parts[-1][:_LINE_LIMIT] if parts else ""
         return events
+
+    def _pasted(self, line: str) -> list[Event]:
+        """The flags of a command among the lines; its lines are read as any other too."""
+        if self._launch is not None and self._launch.takes(line):
+            return []
+        events = self._launched()
+        self._launch, self._launch_number = pasted.begun(line), self._number
+        return events
+
+    def _launched(self) -> list[Event]:
+        launch, self._launch = self._launch, None
+        found = launch.flags() if launch is not None else {}
+        if not found:
+            return []
+        text = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
+        return [Event("command", found, self._launch_number, text[:_TEXT_LIMIT])]
 
     def _part(self, part: str, process: str | None) -> list[Event]:
         line = _strip(part)
@@ -1311,6 +1356,15 @@ def arguments(events: Iterable[Event]) -> dict[str, object]:
     found: dict[str, object] = {}
     for event in events:
         if event.kind == "arguments":
+            found = dict(event.values)
+    return found
+
+
+def resolved(events: Iterable[Event]) -> dict[str, object]:
+    """The flags as vLLM filled them in, of the last start that states them."""
+    found: dict[str, object] = {}
+    for event in events:
+        if event.kind == "resolved":
             found = dict(event.values)
     return found
 
