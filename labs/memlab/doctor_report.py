@@ -41,4 +41,5 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    first = text[:1] if text.startswith("vLLM") else text[:1].upper()
+    return first + text[1:] + ("" if text.endswith(".") else ".")

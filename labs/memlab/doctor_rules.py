@@ -140,6 +140,7 @@ RULES: dict[str, Rule] = {
             (
                 ("max_model_len", "one request then fits the pool"),
                 ("larger_pool", "the pool has the size that was given"),
+                ("end_charged", "what it took during the profile is charged to the budget"),
                 ("raise_utilization", "all of the added budget goes to the pool"),
                 ("fp8_kv", "half the bytes a token"),
                 ("fewer_tokens", "a smaller profiled step leaves more for the pool"),

@@ -22,6 +22,7 @@ from memlab.vllm_log import (
 
 _DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.25 to 0.33
 CONTEXTS_GIB = 1.5  # CUDA contexts of one's own processes and of the display take less
+_NON_TORCH_GIB = 0.5  # usual on one GPU
 HIGHEST_UTILIZATION = 0.97  # above it the CUDA context alone fails vLLM's check of free memory on most cards
 
 
@@ -81,15 +82,23 @@ class Facts:
         return (self.logged_total or 0.0) - self.card.total_gib if self.card and self.logged_total else 0.0
 
     @cached_property
+    def process(self) -> float | None:
+        """What the process that failed holds, in GiB: in a container PyTorch gives it a number, as to any other."""
+        listed = self.values.get("processes_gib", ())
+        allocated = self.values.get("allocated_gib") or 0.0
+        enough = [size for size in listed if size >= allocated]
+        if self.values.get("process_gib") is not None:
+            return self.values["process_gib"]
+        if allocated and enough:
+            return min(enough)
+        return max(listed) if len(listed) > 1 else None
+
+    @cached_property
     def others(self) -> float | None:
         """Held by other processes, in GiB, as an out-of-memory message tells, or the check of free memory."""
         values = self.values
         listed = values.get("processes_gib", ())
-        total, free, ours = (values.get(name) for name in ("total_gib", "free_gib", "process_gib"))
-        if ours is None and len(listed) > 1:
-            allocated = values.get("allocated_gib", 0.0)
-            enough = [size for size in listed if size >= allocated]
-            ours = min(enough) if allocated and enough else max(listed)
+        total, free, ours = values.get("total_gib"), values.get("free_gib"), self.process
         if ours is not None and None not in (total, free):
             return max(0.0, total - free - ours - self.ballast)
         if ours is not None:
@@ -97,6 +106,13 @@ class Facts:
         if "budget_gib" in values and None not in (total, free):
             return max(0.0, total - free - self.ballast)
         return None
+
+    @cached_property
+    def charged(self) -> float | None:
+        """What another process took during the profile and vLLM charges to the budget, in GiB: more than one GPU's
+        context and libraries can be."""
+        non_torch = self.term("non_torch")
+        return non_torch - _NON_TORCH_GIB if non_torch and non_torch > 2.5 and self.ranks == 1 else None
 
     @cached_property
     def pool_given(self) -> bool:
@@ -184,6 +200,9 @@ def engine_generation(events: Iterable[Event]) -> str | None:
     return "V0" if version and version < (0, 8) else None
 
 
+_STATE_THE_SHARE = ("memory_profile", "budget", "memory_summary", "graphs_subtracted")
+
+
 def facts_at(start: list[Event], before: int, decisive: Event, context: Context, parts: Iterable[Event] = ()) -> Facts:
     """What is known when ``decisive`` was printed, after ``before`` events of the start.
 
@@ -198,6 +217,8 @@ def facts_at(start: list[Event], before: int, decisive: Event, context: Context,
     given = {name: value for name, value in (said | resolved(start)).items() if name in _MODELLED}
     given |= {**context.pasted, **arguments(start)}
     for event in start:
+        if event.kind in _STATE_THE_SHARE:
+            given.setdefault("gpu_memory_utilization", event.values.get("gpu_memory_utilization"))
         if event.kind == "chunked_prefill":
             given.setdefault("max_num_batched_tokens", event.values.get("max_num_batched_tokens"))
     if any("PP" in (event.rank or "") for event in start):

@@ -113,7 +113,7 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
             f"PyTorch holds {show_gib(loose)} that it does not use, in pieces too small: fragmentation beside too "
             "little headroom."
         )
-    ours, allocated = values.get("process_gib"), values.get("allocated_gib")
+    ours, allocated = facts.process, values.get("allocated_gib")
     if ours is not None and allocated is not None and ours - allocated - (loose or 0.0) > 2.0:
         notes.append(
             f"{show_gib(ours - allocated - (loose or 0.0))} of this process are outside PyTorch: CUDA context, NCCL, "
@@ -137,11 +137,10 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
     if share is not None and share >= 0.95 and phase not in ("host_ram_oom", "host_swap_space_config"):
         notes.append(f"gpu_memory_utilization {share:g} leaves nearly nothing for what no profile counts.")
     if ledger is not None:
-        non_torch = ledger.non_torch_gib
-        if non_torch is not None and non_torch > 2.5 and facts.ranks == 1:
+        if facts.charged is not None:
             notes.append(
-                f"Non-torch memory is {show_gib(non_torch)}, where a few hundred MiB are usual on one GPU: another "
-                "process took memory meanwhile and is charged to the budget."
+                f"Non-torch memory is {show_gib(ledger.non_torch_gib)}, where a few hundred MiB are usual on one GPU: "
+                "another process took memory meanwhile and is charged to the budget."
             )
         if ledger.cuda_graphs_actual_gib and ledger.graphs_subtracted is False and phase in _AFTER_THE_POOL:
             notes.append(

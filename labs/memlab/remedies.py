@@ -199,6 +199,10 @@ def _end_others(facts: Facts) -> Change | None:
     return (None if facts.others is None else show_gib(facts.others)), "ended", facts.others
 
 
+def _end_charged(facts: Facts) -> Change | None:
+    return None if facts.charged is None else (show_gib(facts.charged), "ended", facts.charged)
+
+
 def _chunk(facts: Facts) -> Change | None:
     if facts.engine != "V0" or facts.given.get("enable_chunked_prefill") is True:
         return None
@@ -242,6 +246,7 @@ REMEDIES: dict[str, Remedy] = {
     "pool_to_host": Remedy("--kv-cache-memory-bytes", "a smaller KV cache", _pool_to_host),
     "expandable": Remedy("PYTORCH_CUDA_ALLOC_CONF", "refused together with a KV connector", _gather),
     "end_others": Remedy("other processes (nvidia-smi)", "what they do", _end_others),
+    "end_charged": Remedy("other processes (nvidia-smi)", "what they do", _end_charged),
     "other_gpu": Remedy("CUDA_VISIBLE_DEVICES", "another GPU; set it before the process starts", _fixed("a free GPU")),
     "alone": Remedy("start-up order", "time", _fixed("one server after the other, with nothing ending meanwhile")),
     "mm_limit": Remedy("--limit-mm-per-prompt", "fewer or smaller items in a request", _fixed("fewer items")),

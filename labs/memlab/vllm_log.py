@@ -594,6 +594,7 @@ ROWS: tuple[Row, ...] = (
         _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>(?:chunk\w{0,40}|\w{0,40}prefill\w{0,40}|\w{0,20}sampler)\.py)", '
            r"line \d+, in (?P<function>\w{1,80})\s*$"),
     ), vague=True),
+    Row("frame", "raise_if_cache_size_invalid(", fixed={"file": "", "function": "raise_if_cache_size_invalid"}),
     Row("frame", "engine_core.run_busy_loop()", fixed={"file": "core.py", "function": "run_busy_loop"}),
     # Any other end of a traceback: that it was not memory.
     Row("cuda_oom", "OutOfMemoryError", (
@@ -820,6 +821,7 @@ def _may_hold(line: str) -> bool:
         or "leaked" in line
         or ", in " in line
         or "run_busy" in line
+        or "cache_size" in line
         or "resolved" in line
         or "vllm serve" in line
         or "vllm.entry" in line
