@@ -129,13 +129,15 @@ def _conclude(reader: Reader, context: Context) -> Diagnosis:
     return _without_failure(run, ledger, kv, harmless, common, context)
 
 
+_SIZED = {"engine_ready", "kv_size", "kv_concurrency", "graphs_captured", "graphs_profiled", "kv_given"}
+_SIZED |= {"memory_terms", "memory_profile"}
+
+
 def _without_failure(run: Run, ledger, kv: StatedKV, harmless, common: dict, context: Context) -> Diagnosis:
     kinds = {event.kind for event in run.events} | ({"stats"} if run.stats else set())
     started = bool(kinds & {"ready", "stats", "iteration"})
     pool = ledger is not None and ledger.kv_cache_gib is not None
-    sized = pool or bool(
-        kinds & {"engine_ready", "kv_size", "kv_concurrency", "graphs_captured", "graphs_profiled", "kv_given"}
-    )
+    sized = pool or bool(kinds & _SIZED)
     if started or sized:
         more = () if started else ("what comes after the last line, up to “Application startup complete” or the error",)
         spot = weak_spot(run.events, ledger, kv, run, context)
