@@ -77,7 +77,7 @@ def link(target: str, text: str) -> nodes.paragraph:
 def heard(line: str) -> str:
     """A harmless line by the words that the parser knows it by."""
     anchors = [row.anchor for row in vllm_log.ROWS if row.kind == line]
-    return " / ".join(f"… {anchor.strip()} …" for anchor in anchors)
+    return " / ".join(f"… {anchor.strip()} …" for anchor in anchors) or "WARNING … CUDA out of memory …"
 
 
 class Jumps(SphinxDirective):

@@ -372,6 +372,20 @@ HARMLESS = {
     "blocks_override": "the small pool of the trial capture that estimates the CUDA graphs, not the pool",
     "mm_sequence_short": "a warning about requests that may not fit; by itself nothing failed",
     "memory_summary": "the summary of a start that worked; the refusal with the same first words goes on otherwise",
+    "caught": "vLLM caught it and only warns: what it tried is left out, and the start goes on",
+    "warmup_skipped": "a kernel's warm-up failed and is left out; out of memory is what may come of it, not what was",
+    "allocator_retry": "PyTorch's allocator gives its cache back and tries again; an OutOfMemoryError is a failure",
+    "broadcast_wait": "a process waits long for another one; /dev/shm has room, and no memory is short",
+    "symm_mem_off": "one way to add up over GPUs is not to be had; vLLM takes another",
+    "blocks_held": "blocks of running requests cannot be reset; the pool is in use, not exhausted",
+    "placement_notice": "there are fewer GPUs than were asked for; their memory has nothing to do with it",
+    "kernel_resources": "the shared memory inside the GPU's processors is too small for one kernel: another size or "
+    "backend is taken, or has to be; no flag of the GPU's memory changes it",
+    "leak_notice": "a warning about a setting, on memory of the host, in the long run",
+    "group_left": "NCCL is not closed in order at the end of a process; the reason of the end stands above",
+    "swap_possible": "a warning of V0 about host memory set aside; the refusal has the word “Too”",
+    "graphs_not_subtracted": "a warning about a setting; nothing ran out",
+    "startup_plan_refused": "less memory is free than at the last start, so the profile is made anew",
     "stopping": "the workers are told to stop; the reason stands above",
 }
 

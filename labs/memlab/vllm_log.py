@@ -460,6 +460,20 @@ ROWS: tuple[Row, ...] = (
         _p(r"rest <<discarded_gib>>"),
     )),
     Row("wake", "to wake up tags", (_p(r"took <seconds_s> seconds"),)),
+    # What only sounds like it. model_executor/layers/mamba/{mamba_mixer2,gdn/qwen_gdn_linear_attn}.py,
+    # distributed/device_communicators/{shm_broadcast,symm_mem}.py, v1/core/block_pool.py, v1/executor/ray_utils.py,
+    # entrypoints/openai/responses/serving.py, distributed/nixl_utils.py; Triton's runtime/errors.py; PyTorch.
+    Row("warmup_skipped", "OOM due to autotuner"),
+    Row("allocator_retry", "memory allocation failed with OOM on device"),
+    Row("broadcast_wait", "No available shared memory broadcast block"),
+    Row("symm_mem_off", "symmetric memory initialization failed"),
+    Row("blocks_held", "Failed to reset prefix cache because some"),
+    Row("placement_notice", "placement group allocation failures"),
+    Row("kernel_resources", "out of resource: "),
+    Row("leak_notice", "cause a memory leak since"),
+    Row("leak_notice", "a rare memory leak in UCX"),
+    Row("group_left", "destroy_process_group() was not called"),
+    Row("swap_possible", "Possibly too large swap space"),  # V0
     # Memory ran out.
     Row("load_oom", "Failed to load model - not enough GPU memory", more=True),  # v1/worker/gpu_model_runner.py:5079
     Row("load_oom", "Failed to create unquantized linear weights", more=True),  # 0.11: model_executor/layers/linear.py
@@ -583,6 +597,7 @@ ROWS: tuple[Row, ...] = (
     Row("killed", "was terminated", (_p(r"WorkerProc was terminated"),), vague=True),
     Row("killed", "Killed", (_p(r"^(?:\S{0,60}:? (?:line )?\d*:?\s*\d* )?Killed\b"),), vague=True),
     Row("leaked_semaphore", "leaked semaphore"),  # harmless
+    Row("leaked_semaphore", "leaked shared_memory"),
     # Where a traceback was: functions that tell the phase of a failure. The second form is a short one of loggers.
     Row("frame", 'File "', (
         _p(rf'File "(?:[^"]{{0,400}}[/\\])?(?P<file>[\w.]{{1,80}})", line \d+, in {_FUNCTIONS}\s*$'),
@@ -819,6 +834,9 @@ def _may_hold(line: str) -> bool:
         or "died " in line
         or "was t" in line
         or "leaked" in line
+        or "resource: " in line
+        or "process_group" in line
+        or "prefix cache" in line
         or ", in " in line
         or "run_busy" in line
         or "cache_size" in line
@@ -991,7 +1009,7 @@ class LogParser:
         if open_ended:
             self._open, self._first, self._first_number = [line.text], line, self._number
             return events
-        return events + self._emit(found, line.text, line.rank, line.file, self._number)
+        return events + self._emit(found, line.text, line, self._number)
 
     def _joined_to_previous(self, line: _Line) -> tuple[_Line, list, bool] | None:
         """A message whose first words broke over two lines, so that neither showed its anchor."""
@@ -1026,18 +1044,22 @@ class LogParser:
         found, _ = self._best()
         text, first = " ".join(self._open), self._first
         self._open, self._first = [], None
-        return self._emit(found, text, first.rank, first.file, self._first_number)
+        return self._emit(found, text, first, self._first_number)
 
-    def _emit(self, found, text: str, rank: str | None, file: str, number: int) -> list[Event]:
+    def _emit(self, found, text: str, line: _Line, number: int) -> list[Event]:
         events = []
         for row, values in found:
-            kind = self._in_order(row.kind, rank, file)
+            kind = self._in_order(row.kind, line.rank, line.file)
+            if kind in _OF_A_FAILURE and line.file and "WARNING " in line.prefix:
+                if kind not in OUT_OF_MEMORY:
+                    continue
+                kind = "caught"  # a failure is an error to vLLM; of what it catches and goes on without it warns
             if kind.endswith("_progress"):
                 key = (kind, text.partition(":")[0], values.get("progress_percent") == 100.0)
                 if key == self._progress:
                     continue
                 self._progress = key
-            events.append(Event(kind, values, number, text[:_TEXT_LIMIT], rank))
+            events.append(Event(kind, values, number, text[:_TEXT_LIMIT], line.rank))
         return events
 
     def _in_order(self, kind: str, rank: str | None, file: str) -> str:
@@ -1151,6 +1173,7 @@ ERRORS = (
     | {"cumem_error", "nccl_error", "workspace_locked", "kv_swap_exhausted", "bad_settings", "engine_start_failed"}
     | {"engine_fatal", "engine_init_failed", "engine_dead", "worker_init_failed", "worker_failed", "killed"}
 )
+_OF_A_FAILURE = OUT_OF_MEMORY | {"frame", "exception"}
 _STATED_BY_A_WORKER = frozenset(
     ("model_loaded", "kv_available", "kv_given", "kv_auto", "memory_profile", "memory_terms", "memory_summary")
     + ("graphs_estimated", "graphs_captured", "graphs_trial_captured", "graphs_compared", "budget")
