@@ -212,6 +212,12 @@ def test_no_pattern_has_an_endless_repeat_within_an_endless_repeat():
     assert [one for pattern in patterns for one in unbounded(pattern)] == []
 
 
+@pytest.mark.parametrize("command", ["--dtype 'auto", "vllm serve 'm", "--max-num-seqs $N", "docker run", "\x00"])
+def test_a_command_that_a_fuzzer_broke_is_refused_with_words(command):
+    with pytest.raises(MemlabError):
+        doctor.diagnose("", command)
+
+
 @many
 @given(anything, anything, st.sampled_from([None, "3090", "h100", "voodoo"]))
 def test_a_command_a_config_or_a_card_is_taken_or_refused_with_words(text, command, card):

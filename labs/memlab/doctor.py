@@ -41,7 +41,7 @@ def _context(
     elif command:
         words = command if isinstance(command, str) else shlex.join(command)
         bare = words.lstrip().startswith("-")
-        given = (flags.from_args(shlex.split(words)) if bare else launch.read(words).flags).set()
+        given = launch.read(f"vllm serve model {words}" if bare else words).flags.set()
     shape = None
     if config:
         try:
