@@ -41,7 +41,7 @@ def change_of(phase: str, remedy: str) -> tuple[object, object]:
         if (fix.flag, fix.why) == (REMEDIES[remedy].flag, dict(doctor_rules.RULES[phase].remedies)[remedy]):
             return fix.from_, fix.to
     sizes = (REMEDIES[remedy].size(facts) for facts in WITHOUT_NUMBERS)
-    from_, to, _ = next(size for size in sizes if size is not None)
+    from_, to, _ = next((size for size in sizes if size is not None), (None, "where the log shows it", None))
     return from_, to
 
 
