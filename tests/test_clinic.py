@@ -1,6 +1,7 @@
 """The patients of the clinic: each is a start that vLLM takes, has a phase of its own, and is what the grid records."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,20 @@ def test_a_recorded_patient_has_what_it_was_made_to_have_and_its_cures_cure(name
     for cure in PATIENTS[name].cures:
         if clinic.recorded(PATIENTS[name].treated(**cure), ward.known):
             assert clinic.well(ward.treat(name, **cure)), f"{name} is not cured by {cure}"
+
+
+@pytest.mark.parametrize(("total_gib", "card"), [(139.8, clinic.CARD), (23.65, None), (23.58, None)])
+def test_a_gpu_as_large_as_the_card_is_the_card_and_a_larger_one_plays_it(total_gib, card):
+    here = live_on("cuda")
+    ward = Ward(replace(here, machine=replace(here.machine, total_gib=total_gib)))
+    assert ward.for_this_machine(PATIENTS["greedy"].setting).card == card
+
+
+def test_a_gpu_that_is_smaller_than_the_card_is_told_to_replay():
+    here = live_on("cuda")
+    ward = Ward(replace(here, machine=replace(here.machine, total_gib=15.5)))
+    with pytest.raises(MemlabError, match="replay"):
+        ward.admit("greedy")
 
 
 def stub_ward(monkeypatch, outcomes: dict[str, record.RunRecord]) -> Ward:

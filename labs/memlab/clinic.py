@@ -7,7 +7,7 @@ grid file by which they are recorded.
 import json
 from dataclasses import asdict, dataclass, field, replace
 
-from memlab import finding_view, lab, record
+from memlab import cards, finding_view, lab, record
 from memlab.doctor import RULES
 from memlab.errors import MemlabError, RecordError
 from memlab.finding_view import View, words
@@ -373,13 +373,29 @@ class Ward:
 
     def _run(self, setting: Setting, on_phase) -> RunRecord:
         if not self.here.replayed:
-            return setting.run(self.here.mode, on_phase=on_phase)
+            return self.for_this_machine(setting).run(self.here.mode, on_phase=on_phase)
         found = recorded(setting, self.known)
         if not found:
             raise RecordError("this run is not recorded")
         if on_phase:
             print(f"Replayed: {found[0].where()}", flush=True)
         return found[0]
+
+    def for_this_machine(self, setting: Setting) -> Setting:
+        """A setting as it runs here: a GPU as large as the card that a patient needs is that card itself.
+
+        Raises:
+            MemlabError: on a GPU that is smaller.
+        """
+        total, needed = self.here.machine.total_gib, cards.find(CARD).total_gib
+        if self.here.replayed or setting.card is None or total >= needed + 1:
+            return setting
+        if total < needed - 1:
+            raise MemlabError(
+                f"the patients need {show_gib(needed)}, and {self.here.machine.gpu} has {show_gib(total)}: "
+                'say mode = "replay"'
+            )
+        return replace(setting, card=None)
 
     def finding(self, name: str) -> View | None:
         """What the doctor says of an admitted patient; None where nothing failed."""
