@@ -170,19 +170,23 @@ def _watch(arguments) -> int:
     return watch.run(arguments.url, arguments.pid, arguments.log, arguments.seconds, arguments.json)
 
 
+def _config(path: Path) -> dict:
+    """A model's ``config.json``."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise MemlabError(f"{path} cannot be read ({error.strerror}): give the model's config.json") from error
+    except ValueError as error:
+        raise MemlabError(f"{path} is no JSON ({error}): give the model's config.json") from error
+    if not isinstance(config, dict):
+        raise MemlabError(f"{path} is no config.json: it holds no object")
+    return config
+
+
 def _plan(arguments) -> int:
     from memlab import cards, flags, ledger, plan_report, planner, shapes
 
-    try:
-        config = json.loads(arguments.config.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise MemlabError(
-            f"{arguments.config} cannot be read ({error.strerror}): give the model's config.json"
-        ) from error
-    except ValueError as error:
-        raise MemlabError(f"{arguments.config} is no JSON ({error}): give the model's config.json") from error
-    if not isinstance(config, dict):
-        raise MemlabError(f"{arguments.config} is no config.json: it holds no object")
+    config = _config(arguments.config)
     card = cards.find(arguments.card) if arguments.card else planner.card_of(arguments.card_gib)
     if arguments.compute_capability:
         card = planner.with_capability(card, _numbers(arguments.compute_capability, "compute capability", "8.6"))
@@ -213,8 +217,8 @@ def _numbers(text: str, what: str, example: str) -> tuple[int, int]:
 def _doctor(arguments) -> int:
     from memlab import doctor, vllm_log
 
+    config = _config(arguments.config) if arguments.config else None
     try:
-        config = json.loads(arguments.config.read_text()) if arguments.config else None
         place = sys.stdin.fileno() if arguments.log == "-" else arguments.log
         with open(place, encoding="utf-8", errors="replace", newline="\n", closefd=arguments.log != "-") as file:
             found = doctor.diagnose(vllm_log.parse_stream(file), arguments.served, config, arguments.card)
@@ -222,8 +226,6 @@ def _doctor(arguments) -> int:
         raise MemlabError(
             f"{error.filename} cannot be read ({error.strerror}): give the file of vLLM's output"
         ) from error
-    except ValueError as error:
-        raise MemlabError(f"{arguments.config} is no JSON ({error}): give the model's config.json") from error
     print(json.dumps(found.to_dict(), indent=1) if arguments.json else doctor.report(found))
     return 0
 

@@ -469,9 +469,7 @@ def _peak(chart: Chart) -> str:
 
 def recorded(setting: Setting, known: list[RunRecord]) -> list[RunRecord]:
     """The recorded runs of a setting, whichever lab they were made for."""
-    asked = (setting.model, setting.flags, setting.traffic, setting.card)
-    more = (setting.instruments, setting.variables, setting.neighbour)
-    return [run for run in known if not record.differences(run, run.lab, *asked, *more)]
+    return [run for run in known if setting.is_of(run, any_lab=True)]
 
 
 if __name__ == "__main__":

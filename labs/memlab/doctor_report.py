@@ -2,6 +2,7 @@
 
 from memlab.findings import Diagnosis
 from memlab.units import show_gib
+from memlab.vllm_log import clean
 
 
 def report(found: Diagnosis, fixes: int = 4) -> str:
@@ -37,7 +38,7 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
     lines += [f"Harmless, line {line.line}: {line.text[:100]} ({why})" for line, why in found.harmless]
     if found.paste_also:
         lines += ["", "Paste also:"] + [f"- {what}" for what in found.paste_also]
-    return "\n".join("".join(c if c.isprintable() else "\ufffd" for c in line) for line in lines).strip("\n")
+    return "\n".join(clean(line, len(line)) for line in lines).strip("\n")
 
 
 def _sentence(text: str) -> str:

@@ -28,10 +28,6 @@ class Step:
     def peak_gib(self) -> float:
         return max(self.forward_gib, self.sampler_gib) + self.vision_gib
 
-    @property
-    def bound_by(self) -> str:
-        return "forward" if self.forward_gib >= self.sampler_gib else "sampler"
-
 
 def buffers_gib(shape: ModelShape, max_num_seqs: int, max_model_len: int, block_size: int = 16) -> float:
     """What the second model runner keeps for each sequence it may run.

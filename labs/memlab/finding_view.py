@@ -9,8 +9,9 @@ from dataclasses import dataclass
 
 from memlab import doctor
 from memlab.plots import Table, capitalised
-from memlab.record import RunRecord, without_none
+from memlab.record import DIAGNOSED, RunRecord, without_none
 from memlab.units import show_gib
+from memlab.vllm_log import clean
 
 SHOWN_FIXES = 4
 SHOWN_LINES = 3
@@ -87,7 +88,7 @@ class View:
         for failure in self.failures:
             lines += [f"{words(failure['phase'])}: {doctor_sentence(failure)}", str(self.fixes(failure))]
         text = "\n".join(lines) or capitalised(self.summary())
-        return "".join(character if character.isprintable() or character == "\n" else "\ufffd" for character in text)
+        return "\n".join(clean(line, len(line)) for line in text.split("\n"))
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         return {"text/html": self.html(), "text/plain": str(self)}
@@ -120,7 +121,7 @@ def gain(fix: dict) -> str:
 
 def of(run: RunRecord) -> View | None:
     """The finding of a run: the one it keeps, else what its log lines show; None for a run that did not fail."""
-    if run.outcome not in ("failed_to_start", "out_of_memory"):
+    if run.outcome not in DIAGNOSED:
         return None
     kept = run.finding or doctor.finding(
         "\n".join(run.log), run.served_flags, run.model.shape, run.card, run.machine.total_gib

@@ -6,7 +6,6 @@ is good if its time to first token and its mean time per output token are both w
 requests over the load's duration.
 """
 
-import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -99,8 +98,3 @@ def repeats_of(records: Iterable[RunRecord]) -> dict[Traffic, list[Load]]:
 def p99(loads: Iterable[Load], name: str) -> list[float]:
     """The 99th percentile in ms of ``ttft`` or ``itl``, load by load."""
     return [getattr(load.latency, f"{name}_ms")["p99"] for load in loads]
-
-
-def median_ttft_ms(loads: Iterable[Load]) -> float:
-    """Over all requests of the loads."""
-    return statistics.median(ms for load in loads for ms in load.latency.ttft_samples_ms)

@@ -56,7 +56,6 @@ READER = ("--worker-extension-cls", "memlab.worker_extension.MemoryReader")
 READER_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
 STEP_LINES = ("--enable-logging-iteration-details",)
 STEERING = ("VLLM_", "PYTORCH_", "TORCH_", "NCCL_", "CUDA_MODULE_LOADING")  # what a run's own variables begin with
-FAILED = ("failed_to_start", "out_of_memory")
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 TRACE_BUCKETS = 150  # at most four times as many points of an allocator's history
 MOST_STEPS = 600  # of a load: two such loads leave a record below its size
@@ -574,11 +573,10 @@ class _LiveRun:
 
         def begin() -> None:
             self.server.mark("traffic")
-            began.append((self.server.now(), time.time()))
-            lines.append(len(self.server.events))
+            began.append((self.server.now(), time.time(), len(self.server.events)))
             self.sampler.highest_gib()
 
-        before, lines = self._counters() if self.several else {}, []
+        before = self._counters() if self.several else {}
         if self.several and "allocator" in self.instruments:
             self.server.rpc("memlab_reset_peaks")
         if self.several and "snapshot" in self.instruments:
@@ -596,7 +594,7 @@ class _LiveRun:
                 file = str(self.folder / f"snapshot-load{number}.pickle")
                 trace = trace_since(began[0][1], **self.server.rpc("memlab_end_history", file)[0])
         after = self._counters()
-        steps = scheduled(self.server.events[lines[0] :]) if "steps" in self.instruments else None
+        steps = scheduled(self.server.events[began[0][2] :]) if "steps" in self.instruments else None
         self.loads.append(
             Load(
                 load,
@@ -711,7 +709,7 @@ class _LiveRun:
 
     def _finding(self, total_gib: float | None) -> dict[str, object] | None:
         """What the doctor makes of a run that failed."""
-        if self.outcome not in FAILED:
+        if self.outcome not in record.DIAGNOSED:
             return None
         config = self.shape.to_config() if self.shape else None
         try:

@@ -26,6 +26,7 @@ RECORDS = Path(__file__).resolve().parent.parent / "records"
 
 # "died" is a server that ended while serving, for another reason than memory.
 Outcome = Literal["ok", "failed_to_start", "out_of_memory", "timed_out", "stopped", "died"]
+DIAGNOSED = ("failed_to_start", "out_of_memory")  # outcomes of which the doctor says why
 
 
 @dataclass(frozen=True)

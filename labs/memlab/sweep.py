@@ -44,6 +44,11 @@ class Setting:
             **{"on_phase": None, **options},
         )
 
+    def is_of(self, found: RunRecord, any_lab: bool = False) -> bool:
+        """Whether a run is one of this setting; ``any_lab``: whichever lab it was made for."""
+        asked = (found.lab if any_lab else self.lab, self.model, self.flags, self.traffic, self.card)
+        return not record.differences(found, *asked, self.instruments, self.variables, self.neighbour)
+
     def __str__(self) -> str:
         flags = " ".join(f"{name}={value}" for name, value in self.flags.set().items())
         played = f" on {self.card}" if self.card else ""
@@ -79,17 +84,7 @@ def recorded(setting: Setting, known: Iterable[RunRecord], machine: str, vllm: s
         for found in known
         if (found.machine.name, found.engine.vllm) == (machine, vllm)
         and found.outcome != "stopped"
-        and not record.differences(
-            found,
-            setting.lab,
-            setting.model,
-            setting.flags,
-            setting.traffic,
-            setting.card,
-            setting.instruments,
-            setting.variables,
-            setting.neighbour,
-        )
+        and setting.is_of(found)
     ]
 
 

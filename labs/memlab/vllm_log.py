@@ -1378,18 +1378,18 @@ def engine(events: Iterable[Event]) -> dict[str, object]:
 
 def arguments(events: Iterable[Event]) -> dict[str, object]:
     """The flags of "non-default args", under vLLM's names: scalars only, no keys or tokens."""
-    found: dict[str, object] = {}
-    for event in events:
-        if event.kind == "arguments":
-            found = dict(event.values)
-    return found
+    return _last(events, "arguments")
 
 
 def resolved(events: Iterable[Event]) -> dict[str, object]:
     """The flags as vLLM filled them in, of the last start that states them."""
+    return _last(events, "resolved")
+
+
+def _last(events: Iterable[Event], kind: str) -> dict[str, object]:
     found: dict[str, object] = {}
     for event in events:
-        if event.kind == "resolved":
+        if event.kind == kind:
             found = dict(event.values)
     return found
 
