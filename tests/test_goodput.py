@@ -159,6 +159,6 @@ def test_each_kind_of_traffic_goes_by_how_it_comes():
     assert goodput.kind(Traffic(300, 100, 10, requests_per_s=5.0)) == "chat"
     assert goodput.kind(Traffic(300, 100, 10)) == "batch"
     assert goodput.kind(Traffic(4000, 100, 10, 16, range_ratio=0.9)) == "mixed"
-    assert goodput.in_words(Traffic(4000, 100, 10, 16, range_ratio=0.9)) == (
+    assert Traffic(4000, 100, 10, 16, range_ratio=0.9).in_words() == (
         "10 requests of 4,000 + 100 tokens ± 90%, 16 at a time"
     )

@@ -275,22 +275,7 @@ def key_flags(run: record.RunRecord) -> str:
 def traffic_of(run: record.RunRecord) -> str:
     """What was sent; several loads in their order."""
     sent = run.sent if isinstance(run.sent, list) else [run.sent] if run.sent else []
-    return "; then ".join(map(load_in_words, sent)) or "none"
-
-
-def load_in_words(load: record.Traffic) -> str:
-    at_once = "all at once" if load.concurrency is None else f"{load.concurrency} at a time"
-    if load.requests_per_s:
-        at_once = f"{load.requests_per_s:g} a second"
-    asks = "" if load.prompt_logprobs is None else ", with prompt_logprobs"
-    long = load.long_prompts
-    among = (
-        f", and among them {long.requests} of {long.input_tokens} + {long.output_tokens} tokens, "
-        f"{long.at_once} at once every {long.every_s:g} s"
-        if long
-        else ""
-    )
-    return f"{load.requests} requests of {load.input_tokens} + {load.output_tokens} tokens, {at_once}{asks}{among}"
+    return "; then ".join(load.in_words() for load in sent) or "none"
 
 
 def neighbour_in_words(neighbour: record.Neighbour) -> str:

@@ -66,17 +66,6 @@ def kind(traffic: Traffic) -> str:
     return f"{traffic.concurrency} at a time"
 
 
-def in_words(traffic: Traffic) -> str:
-    """A load in a line: its lengths, how many requests, and how they come."""
-    spread = f" ± {traffic.range_ratio:.0%}" if traffic.range_ratio else ""
-    how = "all at once"
-    if traffic.requests_per_s:
-        how = f"{traffic.requests_per_s:g} a second"
-    elif traffic.concurrency:
-        how = f"{traffic.concurrency} at a time"
-    return f"{traffic.requests} requests of {traffic.input_tokens:,} + {traffic.output_tokens} tokens{spread}, {how}"
-
-
 def loads_of(record: RunRecord) -> list[Load]:
     """The loads of a run that have a latency, a single one too."""
     if record.loads:

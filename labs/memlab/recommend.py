@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from memlab import goodput, lab, plots, record, repeats
 from memlab.errors import MemlabError, RecordError
-from memlab.goodput import in_words
 from memlab.plots import Table
 from memlab.record import RunRecord, Traffic
 from memlab.repeats import Interval
@@ -82,7 +81,7 @@ class Advice:
     next_best: Candidate | None = None
 
     def __str__(self) -> str:
-        head = f"Goal: {self.goal}. Load: {in_words(self.traffic)}."
+        head = f"Goal: {self.goal}. Load: {self.traffic.in_words()}."
         return f"{head}\n{self._nothing() if self.pick is None else self._recommended()}"
 
     def _recommended(self) -> str:
@@ -157,7 +156,7 @@ def _only(records: Sequence[RunRecord]) -> Traffic:
         return found[0]
     if not found:
         raise MemlabError(f"no load was sent twice: send each {repeats.ENOUGH} times to one server")
-    raise MemlabError(f"say which traffic to judge by: {'; '.join(map(in_words, found))}")
+    raise MemlabError(f"say which traffic to judge by: {'; '.join(each.in_words() for each in found)}")
 
 
 def _candidate(label: str, records: list[RunRecord], traffic: Traffic, goal: Goal) -> Candidate:

@@ -126,6 +126,22 @@ class Traffic:
                 "prompt_logprobs out"
             )
 
+    def in_words(self) -> str:
+        """A line: the lengths, how many requests, how they come, and what else is asked for."""
+        spread = f" ± {self.range_ratio:.0%}" if self.range_ratio else ""
+        how = "all at once"
+        if self.requests_per_s:
+            how = f"{self.requests_per_s:g} a second"
+        elif self.concurrency:
+            how = f"{self.concurrency} at a time"
+        parts = [f"{self.requests} requests of {self.input_tokens:,} + {self.output_tokens} tokens{spread}", how]
+        if self.prompt_logprobs is not None:
+            parts.append("with prompt_logprobs")
+        if long := self.long_prompts:
+            parts.append(f"and among them {long.requests} of {long.input_tokens:,} + {long.output_tokens} tokens")
+            parts.append(f"{long.at_once} at once every {long.every_s:g} s")
+        return ", ".join(parts)
+
     @property
     def longest_tokens(self) -> int:
         """Of one request, prompt and answer together."""

@@ -1,7 +1,7 @@
 """``ModelShape``: what memory depends on in a model's ``config.json``, and the shapes that the labs use."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from memlab import quantization
 from memlab import vision as towers
@@ -66,8 +66,22 @@ class Tensor:
         return self.inputs * self.outputs * self.count
 
 
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What layers have beside their sizes. ``norms`` are those of a layer; ``sinks`` are gpt-oss's."""
+
+    output_bias: bool = False
+    mlp_bias: bool = False
+    head_bias: bool = False
+    gated: bool = True
+    norms: int = 2
+    norm_bias: bool = False
+    qk_norm: bool = False
+    sinks: bool = False
+
+
 @dataclass(frozen=True)
-class ModelShape:
+class ModelShape(Layers):
     """A decoder's sizes, in elements unless named otherwise.
 
     ``bias`` is that of the query, key and value projections (Qwen2 has one, Llama has none). ``sliding_window`` is how
@@ -92,14 +106,6 @@ class ModelShape:
     attention_chunk_size: int | None = None
     layer_types: tuple[str, ...] = ()
     max_model_len: int = 0
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False
-    gated: bool = True
-    norms: int = 2
-    norm_bias: bool = False
-    qk_norm: bool = False
-    sinks: bool = False
     rotary_dim: int = 0
     rotary_positions: int = 0
     experts: Experts | None = None
@@ -312,19 +318,11 @@ def _share(size: int, ranks: int) -> int:
 # ---- reading config.json ----
 
 
-@dataclass(frozen=True)
-class _Family:
+@dataclass(frozen=True, kw_only=True)
+class _Family(Layers):
     """What a family's code has that its ``config.json`` does not say."""
 
     qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    head_bias: bool = False
-    gated: bool = True
-    norms: int = 2
-    norm_bias: bool = False
-    qk_norm: bool = False
-    sinks: bool = False
     tied: bool = False
     two_rotaries: bool = False
 
@@ -336,7 +334,9 @@ _FAMILIES = {
     "MistralForCausalLM": _LLAMA,
     "GraniteForCausalLM": _Family(tied=True),
     "Phi3ForCausalLM": _LLAMA,
-    "PhiForCausalLM": _Family(True, True, True, True, gated=False, norms=1, norm_bias=True),
+    "PhiForCausalLM": _Family(
+        qkv_bias=True, output_bias=True, mlp_bias=True, head_bias=True, gated=False, norms=1, norm_bias=True
+    ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True),
     "Qwen3ForCausalLM": _Family(qk_norm=True),
     "GemmaForCausalLM": _Family(tied=True),
@@ -348,7 +348,7 @@ _FAMILIES = {
     "Qwen3MoeForCausalLM": _Family(qk_norm=True),
     "DeepseekV2ForCausalLM": _LLAMA,
     "DeepseekV3ForCausalLM": _LLAMA,
-    "GptOssForCausalLM": _Family(True, True, sinks=True),
+    "GptOssForCausalLM": _Family(qkv_bias=True, output_bias=True, sinks=True),
     "Llama4ForCausalLM": _LLAMA,
     "Llama4ForConditionalGeneration": _LLAMA,
     "Mistral3ForConditionalGeneration": _LLAMA,
@@ -416,6 +416,9 @@ def _read(architecture: str, config: Mapping, text: Mapping) -> ModelShape:
                 if text.get(key) or config.get(key)), "float16")  # fmt: skip
     partial = text.get("partial_rotary_factor", 1.0)
     llama_bias = bool(text.get("attention_bias")) and latent is None
+    layers_have = {each.name: getattr(family, each.name) for each in fields(Layers)}
+    layers_have["output_bias"] |= llama_bias and architecture in ("LlamaForCausalLM", "GraniteForCausalLM")
+    layers_have["mlp_bias"] |= bool(text.get("mlp_bias"))
     return ModelShape(
         architecture=architecture,
         hidden_size=hidden,
@@ -433,14 +436,7 @@ def _read(architecture: str, config: Mapping, text: Mapping) -> ModelShape:
         attention_chunk_size=chunk if CHUNKED in kinds else None,
         layer_types=kinds if set(kinds) != {FULL} else (),
         max_model_len=length if architecture.startswith("Gemma3") else _default_length(length, rope),
-        output_bias=family.output_bias or (llama_bias and architecture in ("LlamaForCausalLM", "GraniteForCausalLM")),
-        mlp_bias=family.mlp_bias or bool(text.get("mlp_bias")),
-        head_bias=family.head_bias,
-        gated=family.gated,
-        norms=family.norms,
-        norm_bias=family.norm_bias,
-        qk_norm=family.qk_norm,
-        sinks=family.sinks,
+        **layers_have,
         rotary_dim=latent.qk_rope_head_dim if latent else int(head_dim * partial),
         rotary_positions=_rotary_positions(length, rope) + (length if family.two_rotaries else 0),
         experts=_read_experts(architecture, text, layers),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from matplotlib.figure import Figure
 
 from memlab import goodput, plots, repeats
-from memlab.goodput import Limits, in_words, kind
+from memlab.goodput import Limits, kind
 from memlab.plots import LINES, Plot, Table
 from memlab.record import Load, RunRecord, Traffic
 from memlab.units import show_gib, show_tokens
@@ -94,11 +94,11 @@ def dial(*records: RunRecord, replayed: bool = False) -> Plot:
     panels = [panel for panel in (*_memory(records), *(_loads(records, traffic) if traffic else ())) if panel.curves]
     ticks = sorted({_dial_of(record) for record in records})
     rows = tuple((show_tokens(at), *(_cell(panel, at) for panel in panels)) for at in ticks)
-    sent = f" Load: {in_words(traffic)}." if traffic else ""
+    sent = f" Load: {traffic.in_words()}." if traffic else ""
     return Plot(
         title=f"One dial, {len(panels)} effects",
         alt=" ".join(_effect(panel, ticks) for panel in panels) + sent,
-        caption=plots.caption(records, replayed) + (f" · load: {in_words(traffic)}" if traffic else ""),
+        caption=plots.caption(records, replayed) + (f" · load: {traffic.in_words()}" if traffic else ""),
         table=Table(f"By {DIAL}", ("tokens in a step", *(panel.name for panel in panels)), rows),
         draw=lambda ink: _draw_dial(panels, ticks, ink),
     )
@@ -337,7 +337,7 @@ def _draw_good(panels, ticks: list[int], ink: str) -> Figure:
                 marker,
             )
         axes.set_ylim(bottom=0)
-        axes.set_title(in_words(traffic), color=ink, fontsize=9, loc="left")
+        axes.set_title(traffic.in_words(), color=ink, fontsize=9, loc="left")
     handles, names = all_axes[0].get_legend_handles_labels()
     unique = dict(zip(names, handles, strict=True))
     figure.legend(unique.values(), unique.keys(), frameon=False, labelcolor=ink, loc="outside lower center", ncols=2)
