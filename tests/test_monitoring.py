@@ -343,8 +343,10 @@ def test_a_real_prometheus_sees_a_real_pool_fill_and_the_alert_fires_and_ends(tm
                     seen.append(state)
                 return state == "firing"
 
-            wait_until(fires, 200, f"the alert did not fire: {seen}")
-            assert seen == ["inactive", "pending", "firing"]
+            wait_until(fires, 400, f"the alert did not fire: {seen}")
+            assert seen[-2:] == ["pending", "firing"], (
+                "it waits before it fires, however often the pool drains meanwhile"
+            )
             assert server.healthy(), "a full pool is no end of the server"
             assert used([*RECORDED.values(), *QUERIES]) <= sample_names(server.get("/metrics"))
             wait_until(lambda: found.query("vllm:request_success_total > 0") is not None, 60, "no request ended")
