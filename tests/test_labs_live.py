@@ -18,9 +18,9 @@ def run_lab(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
     assert vllm_processes() == []
 
-    def run(number: str) -> tuple[list[record.RunRecord], str]:
+    def run(number: str, **parameters) -> tuple[list[record.RunRecord], str]:
         output = tmp_path / "out.ipynb"
-        seconds = notebook.execute(notebook.find(number), output, {"mode": "live"})
+        seconds = notebook.execute(notebook.find(number), output, {"mode": "live", **parameters})
         with capsys.disabled():
             print(f"\nlab {number}, live on the CPU backend: {seconds / 60:.1f} min")
         paths = (path for path in Path(tmp_path).rglob("run-*/*.json") if path.name != "bench.json")
@@ -62,6 +62,30 @@ def test_lab_03_a_full_pool_preempts_and_a_shared_beginning_is_computed_once(run
     assert 0.5 * beginning < load.prefix_cache_hits <= beginning
     assert all(load.prefix_cache_hits in (0, None) for load in each.loads)
     assert abs(shared.seen.peak_gib - each.seen.peak_gib) < 0.3, "the cache saves time, not memory"
+
+
+def test_lab_04_a_step_is_filled_with_what_answers_leave_and_a_smaller_one_shortens_the_pause(run_lab):
+    found, _ = run_lab("04", repeats=1)
+    logged, small, large, whole, limited, shared = found
+    assert all(run.outcome == "ok" for run in found)
+    assert all(load.latency.failed == 0 for run in found for load in run.loads)
+    steps = logged.loads[0].steps
+    assert steps.most_tokens == 256, "answers and prompts fill the step to the token"
+    mixed = logged.loads[0].traffic
+    long = mixed.long_prompts
+    assert sum(steps.context_tokens) == mixed.requests * mixed.input_tokens + long.requests * long.input_tokens
+    assert max(steps.generation_tokens) > 1 and not whole.flags.resolved["enable_chunked_prefill"]
+    assert small.loads[0].steps is None, "latency comes from runs that wrote no line a step"
+
+    def longest_ms(run) -> float:
+        return max(run.loads[0].latency.by_kind["short"].longest_itl_samples_ms)
+
+    assert longest_ms(small) < longest_ms(large)
+    assert limited.flags.resolved["long_prefill_token_threshold"] == 256
+    held = shared.loads[0].steps
+    rows = zip(held.context_tokens, held.context_requests, held.generation_requests, strict=True)
+    assert all(tokens <= 256 * prompts for tokens, prompts, answers in rows if prompts + answers > 1)
+    assert 256 < held.most_context_tokens <= 2048, "one prompt is limited, the step is not"
 
 
 def test_lab_07_each_patient_has_what_it_has_and_is_cured(run_lab):

@@ -183,7 +183,7 @@ def _draw_gaps(settings, ink: str) -> Figure:
     figure, axes = plots.subplots(ink, 7.5, 3.6)
     for each, (colour, dash) in zip(settings, itertools.cycle(LINES), strict=False):
         for number, load in enumerate(each.kind("short")):
-            times = [max(ms, 0.1) for ms in load.itl_quantiles_ms]
+            times = [max(ms, 1.0) for ms in load.itl_quantiles_ms]  # less is two tokens in one piece of the stream
             label = None if number else each.label
             axes.plot(times, range(len(times)), color=colour, linestyle=dash, linewidth=1.4, alpha=0.85, label=label)
     axes.set(xscale="log", xlabel="milliseconds between two tokens", ylabel="per cent that are shorter", ylim=(0, 101))
@@ -226,10 +226,11 @@ def first_tokens(*records: RunRecord, replayed: bool = False) -> Plot:
         "time to first token, ms",
         "Time to first token of short and of long requests",
         plots.caption(records, replayed),
+        scale="log",
     )
 
 
-def _strips(settings, groups, unit: str, title: str, caption: str) -> Plot:
+def _strips(settings, groups, unit: str, title: str, caption: str, scale: str = "linear") -> Plot:
     """A strip of points for each setting, a row of axes for each kind of request."""
     rows = tuple(
         (
@@ -248,11 +249,11 @@ def _strips(settings, groups, unit: str, title: str, caption: str) -> Plot:
         alt="; ".join(said) + ".",
         caption=caption,
         table=Table(title, ("setting", "requests", "median", "least", "most"), rows),
-        draw=lambda ink: _draw_strips(settings, groups, unit, ink),
+        draw=lambda ink: _draw_strips(settings, groups, unit, scale, ink),
     )
 
 
-def _draw_strips(settings, groups, unit: str, ink: str) -> Figure:
+def _draw_strips(settings, groups, unit: str, scale: str, ink: str) -> Figure:
     figure = Figure(figsize=(7.5, 0.7 + len(groups) * (0.6 + 0.46 * len(settings))), layout="constrained")
     columns = figure.subplots(len(groups), 1, sharex=True, squeeze=False)[:, 0]
     for axes, (name, samples) in zip(columns, groups, strict=True):
@@ -261,7 +262,7 @@ def _draw_strips(settings, groups, unit: str, ink: str) -> Figure:
             axes.plot(values, [row] * len(values), MARKERS[row % len(MARKERS)], color=colour, markersize=5, alpha=0.55)
             axes.plot([statistics.median(values)] * 2, [row - 0.32, row + 0.32], color=ink, linewidth=2)
         axes.set_yticks(range(len(settings)), [each.label.replace(", ", ",\n") for each in settings])
-        axes.set(xscale="log", ylim=(len(settings) - 0.4, -0.6))
+        axes.set(xscale=scale, ylim=(len(settings) - 0.4, -0.6))
         axes.set_title(name, color=ink, fontsize=10, loc="left")
     axes.set_xlabel(unit + " (bar: median)")
     return figure
