@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab import doctor, flags, shapes, vllm_log
+from memlab import doctor, findings, flags, shapes, vllm_log
 from memlab.doctor import diagnose
 from memlab.errors import FlagError, MemlabError
 from memlab.ledger import predict
@@ -332,8 +332,17 @@ def test_the_utilization_of_a_card_that_is_played_is_a_share_of_it():
     change = fix(of(PLAYED + "no-free-memory.log", card="3090"), "--gpu-memory-utilization")
     assert (change.from_, change.to) == (0.99, 0.97)
     assert fix(of(PLAYED + "no-free-memory.log"), "--gpu-memory-utilization").from_ == pytest.approx(0.166983, abs=1e-4)
+    played = of(PLAYED + "no-free-memory.log", card="3090").failures[0]
+    assert "22.88 GiB of 23.58 GiB are free" in played.cause and any("139.80 GiB" in note for note in played.notes)
     small = of(PLAYED + "pool-too-small.log", card="3090", total_gib=139.8)
     assert fix(small, "--gpu-memory-utilization").from_ == pytest.approx(0.72)
+
+
+def test_a_pool_in_bytes_is_told_in_gib_besides():
+    pool = fix(of(PLAYED + "oom.log", card="3090"), "--kv-cache-memory-bytes")
+    assert pool.from_ is None, "the pool had no size of its own: the budget left it"
+    assert findings.change(pool.flag, pool.from_, pool.to) == f"{pool.to} ({pool.to / 2**30:.2f} GiB)"
+    assert findings.change("--max-num-seqs", 256, 128) == "256 → 128"
 
 
 def test_a_lower_utilization_leaves_what_was_missing():

@@ -1,6 +1,6 @@
 """A diagnosis as text for a terminal."""
 
-from memlab.findings import Diagnosis
+from memlab.findings import Diagnosis, change
 from memlab.units import show_gib
 from memlab.vllm_log import clean
 
@@ -25,8 +25,8 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
             lines.append("   What helps:")
         for fix in one.fixes[:fixes]:
             gain = "" if fix.gains_gib is None else f" [{show_gib(fix.gains_gib, signed=True)}]"
-            change = f"{fix.from_} → {fix.to}" if fix.from_ is not None else f"{fix.to}"
-            lines.append(f"   - {fix.flag}: {change}{gain}. {_sentence(fix.why)} Costs: {fix.costs}.")
+            to = change(fix.flag, fix.from_, fix.to)
+            lines.append(f"   - {fix.flag}: {to}{gain}. {_sentence(fix.why)} Costs: {fix.costs}.")
         if one.will_not_help:
             lines.append("   What cannot help:")
         lines += [f"   - {flag}: {_sentence(why)}" for flag, why in one.will_not_help]

@@ -65,16 +65,16 @@ def _numbers(facts: Facts) -> str:
     """The numbers of the decisive message, as the end of a sentence."""
     values = facts.values
     get = values.get
+    card_gib = facts.card.total_gib if facts.card else get("total_gib")
     if get("tried_gib") is not None:
         free = "" if get("free_gib") is None else f", {show_gib(get('free_gib'))} were free"
-        total = "" if get("total_gib") is None else f" of {show_gib(get('total_gib'))}"
+        total = "" if get("total_gib") is None else f" of {show_gib(card_gib)}"
         return f": {show_gib(get('tried_gib'))} were asked for{free}{total}"
     if get("needed_gib") is not None and get("kv_cache_gib") is not None:
         return f": {show_gib(get('needed_gib'))} for {get('max_model_len')} tokens, of {show_gib(get('kv_cache_gib'))}"
     if get("budget_gib") is not None and get("free_gib") is not None and get("total_gib") is not None:
         return (
-            f": {show_gib(get('free_gib'))} of {show_gib(get('total_gib'))} are free, "
-            f"{show_gib(get('budget_gib'))} are planned"
+            f": {show_gib(get('free_gib'))} of {show_gib(card_gib)} are free, {show_gib(get('budget_gib'))} are planned"
         )
     if get("max_model_len") and get("kv_tokens"):
         return f": {get('max_model_len')} tokens against {get('kv_tokens')}"
@@ -133,6 +133,8 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
     others = facts.others
     if others is not None and others > CONTEXTS_GIB and phase != "other_process_on_gpu":
         notes.append(f"Others than this process hold {show_gib(others)} on the card, CUDA contexts included.")
+    if facts.card and total:
+        notes.append(f"Sizes are those of the card that is played; the one that plays it has {show_gib(total)}.")
     share = facts.utilization
     if share is not None and share >= 0.95 and phase not in ("host_ram_oom", "host_swap_space_config"):
         notes.append(f"gpu_memory_utilization {share:g} leaves nearly nothing for what no profile counts.")

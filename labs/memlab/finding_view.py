@@ -7,7 +7,7 @@
 import html
 from dataclasses import dataclass
 
-from memlab import doctor
+from memlab import doctor, findings
 from memlab.plots import Table, capitalised
 from memlab.record import DIAGNOSED, RunRecord, without_none
 from memlab.units import show_gib
@@ -111,7 +111,7 @@ def doctor_sentence(failure: dict) -> str:
 
 def change(fix: dict) -> str:
     """From what to what."""
-    return f"{fix['from']} → {fix['to']}" if "from" in fix else str(fix.get("to", ""))
+    return findings.change(fix["flag"], fix.get("from"), fix.get("to"))
 
 
 def gain(fix: dict) -> str:

@@ -3,6 +3,7 @@
 from dataclasses import asdict, dataclass
 
 from memlab.ledger import MemoryLedger
+from memlab.units import GIB, show_gib
 from memlab.vllm_log import Event, StatedKV, clean, scrub
 
 CONFIDENCE = ("high", "medium", "low")
@@ -30,6 +31,18 @@ class Fix:
     def to_dict(self) -> dict:
         values = {**asdict(self), "gains_gib": _rounded(self.gains_gib)}
         return {name.rstrip("_"): value for name, value in values.items()}
+
+
+def change(flag: str, from_: object, to: object) -> str:
+    """From what to what, in words; bytes are given in GiB besides."""
+    shown = [
+        f"{value} ({show_gib(value / GIB)})"
+        if flag == "--kv-cache-memory-bytes" and isinstance(value, int)
+        else f"{value}"
+        for value in (from_, to)
+        if value is not None
+    ]
+    return " → ".join(shown)
 
 
 @dataclass(frozen=True)

@@ -183,7 +183,7 @@ def _fixed_pool(facts: Facts) -> Change | None:
     fits = facts.values.get("fit_budget_bytes")
     if isinstance(fits, int) and fits > 0:
         to = min(to, fits / GIB)
-    return (f"{pool:.2f} GiB", int(to * GIB), pool - to) if to > 0 else None
+    return (facts.given.get("kv_cache_memory_bytes"), int(to * GIB), pool - to) if to > 0 else None
 
 
 def _gather(facts: Facts) -> Change | None:
