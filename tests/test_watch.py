@@ -278,13 +278,21 @@ def test_a_dead_engine_behind_a_living_port_is_not_an_orderly_end(monkeypatch):
     assert (code, found.outcome) == (1, "died")
 
 
+def _all_signals_heard() -> None:
+    """As in a terminal: tests that are started in the background hand on that SIGINT or SIGHUP is ignored."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 @linux
 @pytest.mark.parametrize("ending", ["SIGTERM", "SIGHUP", "SIGINT", None])
 def test_however_the_watch_is_ended_its_record_is_there(tmp_path, ending):
     env = {**os.environ, "PYTHONPATH": str(LABS), "MEMLAB_RUNS": str(tmp_path)}
     with FakeServer(PAGES[CPU]) as server:
         words = [sys.executable, "-m", "memlab.cli", "watch", "--url", server.url, "--json"]
-        child = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+        child = subprocess.Popen(
+            words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, preexec_fn=_all_signals_heard
+        )
         child.stdout.readline()
         if ending is None:
             child.stdout.close()  # as ``| head -1`` does
