@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fixtures_record as fixtures
 from memlab import goodput, repeats, traffic
 from memlab.goodput import Limits
-from memlab.record import Load, Traffic
+from memlab.record import Load, LongPrompts, Traffic
 
 some = st.lists(st.floats(50, 200), min_size=2, max_size=8)
 
@@ -59,6 +59,22 @@ def test_five_percent_show_above_one_percent_of_noise_and_not_above_five():
 def test_repeats_without_scatter_have_no_width():
     assert repeats.interval([0.81, 0.81, 0.81]).half_width == 0
     assert repeats.change([2.0, 2.0], [3.0, 3.0]).show_change() == "+50.0 % (+50.0 to +50.0 %)"
+
+
+@given(some, st.floats(0.5, 2), st.lists(st.floats(0.1, 10), min_size=2, max_size=8))
+def test_what_differs_from_pair_to_pair_is_no_noise_of_a_change(values, factor, loads):
+    before = [value * load for value, load in zip(values, loads, strict=False)]
+    found = repeats.paired_change(before, [factor * value for value in before])
+    assert found.mean == pytest.approx(factor - 1, abs=1e-9)
+    assert found.half_width == pytest.approx(0, abs=1e-6)
+
+
+def test_pairs_show_a_change_that_loads_of_different_lengths_would_hide():
+    before, after = [39.0, 29.5, 32.3], [41.0, 31.0, 33.9]
+    assert repeats.change(before, after).has_zero
+    assert not repeats.paired_change(before, after).has_zero
+    with pytest.raises(ValueError, match="no pairs"):
+        repeats.paired_change(before, after[:2])
 
 
 def test_one_value_gives_no_interval():
@@ -159,6 +175,8 @@ def test_each_kind_of_traffic_goes_by_how_it_comes():
     assert goodput.kind(Traffic(300, 100, 10, requests_per_s=5.0)) == "chat"
     assert goodput.kind(Traffic(300, 100, 10)) == "batch"
     assert goodput.kind(Traffic(4000, 100, 10, 16, range_ratio=0.9)) == "mixed"
+    documents = LongPrompts(8000, 8, 2, every_s=2.0, at_once=1)
+    assert goodput.kind(Traffic(300, 100, 10, requests_per_s=5.0, long_prompts=documents)) == "mixed"
     assert Traffic(4000, 100, 10, 16, range_ratio=0.9).in_words() == (
         "10 requests of 4,000 + 100 tokens ± 90%, 16 at a time"
     )

@@ -50,10 +50,15 @@ def test_the_fastest_that_meets_the_goal_is_recommended_with_its_lead():
 
 
 def test_what_the_repeats_cannot_tell_apart_is_called_a_tie():
-    advice = recommend.recommend([served(512, [900, 950, 850]), served(2048, [910, 960, 860])], GOAL)
+    advice = recommend.recommend([served(512, [900, 950, 850]), served(2048, [960, 860, 910])], GOAL)
     assert [tie.run.flags.given["max_num_batched_tokens"] for tie in advice.ties] == [512]
     assert advice.next_best is None
     assert "Tied with it: max_num_batched_tokens 512" in str(advice)
+
+
+def test_a_lead_that_two_starts_of_one_setting_could_have_is_a_tie():
+    advice = recommend.recommend([served(512, [900, 905, 895]), served(2048, [918, 923, 913])], GOAL)
+    assert advice.next_best is None and len(advice.ties) == 1
 
 
 @given(st.lists(st.tuples(st.floats(500, 1500), st.floats(200, 2000), st.floats(5, 100)), min_size=1, max_size=5))
@@ -96,6 +101,7 @@ def test_two_kinds_of_traffic_need_a_choice():
 def test_another_server_confirms_or_does_not():
     advice = recommend.recommend([served(512, [800, 805, 795]), served(2048, [900, 905, 895])], GOAL)
     assert recommend.judge(advice, served(2048, [898, 904, 893])).confirmed
+    assert recommend.judge(advice, served(2048, [880, 885, 875])).confirmed, "as two starts of one setting differ"
     slower = recommend.judge(advice, served(2048, [700, 705, 695]))
     assert not slower.confirmed and "slower this time" in str(slower)
     assert "misses it this time" in str(recommend.judge(advice, served(2048, [900, 905, 895], itl=60)))
@@ -129,11 +135,22 @@ def test_goodput_by_setting_counts_what_met_the_limits():
 
 
 def test_a_change_within_its_noise_is_not_called_visible():
-    base, little, much = served(2048, [900, 930, 870]), served(2150, [910, 940, 880]), served(4096, [1200, 1230, 1170])
+    base, little, much = served(2048, [900, 930, 870]), served(2150, [880, 910, 940]), served(4096, [1200, 1230, 1170])
     plot = token_plots.changes(base, little, much)
     speed = [row for row in plot.table.rows if row[1] == "output tokens/s"]
     assert [row[3] for row in speed] == ["no", "yes"]
     assert plot.svg()
+
+
+def test_the_same_setting_started_again_is_set_beside_the_changes():
+    base = served(2048, [900, 930, 870])
+    again, other = served(2048, [927, 957, 897], repeat=2), served(2150, [900, 930, 870])
+    plot = token_plots.changes(base, again, other, only="mixed")
+    speed = [row for row in plot.table.rows if row[1] == "output tokens/s"]
+    assert [row[0] for row in speed] == ["max_num_batched_tokens 2048 again", "max_num_batched_tokens 2150"]
+    assert [row[3] for row in speed] == ["yes", "no"], "two servers differ by more than two loads of one"
+    with pytest.raises(ValueError, match="this figure needs"):
+        token_plots.changes(base, again, only="chat")
 
 
 @pytest.mark.parametrize("figure", ["dial", "good", "changes"])

@@ -117,7 +117,16 @@ def test_what_would_end_too_late_is_not_begun(runs):
     said = []
     sweep.sweep(settings(32, 64, seconds=100), budget_s=50, say=said.append)
     assert runs == []
-    assert all(line.startswith("skipped for time") for line in said)
+    assert all(line.startswith("skipped for time") for line in said[1:]) and len(said) == 3
+
+
+def test_a_sweep_says_at_the_beginning_what_is_there_and_how_long_the_rest_takes(runs):
+    said = []
+    sweep.sweep(settings(32, seconds=120), say=said.append)
+    sweep.sweep(settings(32, 64, 128, seconds=120), say=said.append)
+    assert said[0] == "0 runs are there already, 1 to go on the CPU backend: about 2 min 00 s"
+    assert said[3] == "1 runs are there already, 2 to go on the CPU backend: about 4 min 00 s"
+    assert said[4] == "begins: llama-3.1-8b max_num_seqs=64"
 
 
 def test_a_setting_that_fails_does_not_end_the_others(runs):

@@ -4,6 +4,9 @@
     {record}`h200-graphs kv.tokens - h200-eager kv.tokens`     a difference
     ```{record-figure} ledger h200-eager h200-graphs           a function of memlab.plots, over records
     ```
+    ```{record-figure} good steps-256 steps-1024               with options, where the function takes some
+    :ttft-ms: 2000
+    ```
     ```{record-finding} 3090-097                               what the doctor found of a run that failed
     ```
     ```{recorded-runs}                                         the page that shows every record
@@ -33,7 +36,17 @@ sys.path.insert(0, str(ROOT / "labs"))
 # panel has no kernel behind it there: it leaves its place to run_browser.
 os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
-from memlab import comparisons, finding_view, flags, plots, record, schedule_plots, traffic_plots, units  # noqa: E402
+from memlab import (  # noqa: E402
+    comparisons,
+    finding_view,
+    flags,
+    plots,
+    record,
+    schedule_plots,
+    token_plots,
+    traffic_plots,
+    units,
+)
 from memlab.errors import RecordError  # noqa: E402
 
 RECORDS = ROOT / "labs" / "records"
@@ -46,8 +59,11 @@ FIGURES = {
     "activation": traffic_plots.activation,
     "allocator": traffic_plots.allocator,
     "by-load": traffic_plots.by_load,
+    "changes": token_plots.changes,
+    "dial": token_plots.dial,
     "first-tokens": schedule_plots.first_tokens,
     "gaps": schedule_plots.gaps,
+    "good": token_plots.good,
     "pauses": schedule_plots.pauses,
     "pool": traffic_plots.pool,
     "schedule": schedule_plots.schedule,
@@ -172,21 +188,24 @@ class record_plot(nodes.General, nodes.Element):
 class RecordFigure(SphinxDirective):
     required_arguments = 1
     optional_arguments = 9
+    option_spec = {"ttft-ms": float, "tpot-ms": float, "only": str}
 
     def run(self):
         function, *names = self.arguments
+        options = {name.replace("-", "_"): value for name, value in self.options.items()}
         library = self.env.app.memlab_records
         try:
             if function not in FIGURES or not names:
                 raise RecordError(f"a record-figure is one of {', '.join(FIGURES)} and the records that it shows")
             runs = [library.find(name) for name in names]
-            plot = FIGURES[function](*runs)
-        except (RecordError, ValueError) as error:
+            plot = FIGURES[function](*runs, **options)
+        except (RecordError, TypeError, ValueError) as error:
             logger.warning("%s", error, location=self.get_location(), type="record")
             return []
         for found in runs:
             self.env.note_dependency(str(library.path_of[found.id]))
-        return [record_plot("", function=function, runs=[found.id for found in runs], alt=plot.alt)]
+        ids = [found.id for found in runs]
+        return [record_plot("", function=function, runs=ids, options=options, alt=plot.alt)]
 
 
 class RecordFinding(SphinxDirective):
@@ -215,7 +234,7 @@ class DrawFigures(SphinxPostTransform):
     def run(self, **kwargs):
         for number, node in enumerate(list(self.document.findall(record_plot)), 1):
             runs = [self.app.memlab_records.find(id) for id in node["runs"]]
-            plot = FIGURES[node["function"]](*runs)
+            plot = FIGURES[node["function"]](*runs, **node["options"])
             node.replace_self(
                 self.html(plot, number) if self.app.builder.format == "html" else self.picture(plot, number)
             )

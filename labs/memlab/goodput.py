@@ -56,8 +56,8 @@ def of(latency: Latency, limits: Limits) -> Goodput:
 
 
 def kind(traffic: Traffic) -> str:
-    """What a load stands for: ``mixed`` lengths, ``chat`` at a rate, a ``batch`` all at once; else its lengths."""
-    if traffic.range_ratio:
+    """What a load stands for: ``mixed`` lengths, ``chat`` at a rate, a ``batch`` all at once; else how it comes."""
+    if traffic.range_ratio or traffic.long_prompts:
         return "mixed"
     if traffic.requests_per_s:
         return "chat"

@@ -80,6 +80,22 @@ def change(before: Sequence[float], after: Sequence[float]) -> Interval:
     return Interval(*(math.expm1(log) for log in (mean, mean - half, mean + half)))
 
 
+def paired_change(before: Sequence[float], after: Sequence[float]) -> Interval:
+    """The same of values that belong together one by one, such as loads of the same requests sent to two servers: what
+    differs from pair to pair does not count as noise (Student's t on the logarithms of the ratios).
+
+    Raises:
+        ValueError: for fewer than two pairs, lengths that differ, or a value that is not above zero.
+    """
+    if len(before) != len(after):
+        raise ValueError(f"{len(before)} values and {len(after)} are no pairs")
+    _need(before)
+    if min(*before, *after) <= 0:
+        raise ValueError("a ratio needs values above zero")
+    found = interval([math.log(second / first) for first, second in zip(before, after, strict=True)])
+    return Interval(*(math.expm1(log) for log in (found.mean, found.low, found.high)))
+
+
 def smallest_visible(before: Sequence[float], after: Sequence[float]) -> float:
     """The smallest change, as a share, that repeats which scatter like these could tell from none."""
     return change(before, after).half_width

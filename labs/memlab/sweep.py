@@ -109,7 +109,7 @@ def sweep(
         settings: by priority.
         mode: auto, live or replay.
         budget_s: do not begin a run whose estimate ends later than this.
-        say: gets a line as each run ends, with the time left.
+        say: gets a line at the beginning, and as each run begins and ends, with the time left.
         on_record: gets each new record, in the thread that made it.
     """
     place = lab.here(mode)
@@ -140,6 +140,11 @@ class _Work:
     def run(self) -> list[RunRecord]:
         gpus = checks.find_gpus(checks.kernels()) if self.place.backend == "cuda" else []
         uuids = [one.device.uuid for one in gpus if not one.why_not] or [None]
+        waiting = self.todo.qsize()
+        if waiting:
+            where = f"{len(uuids)} idle GPUs" if len(uuids) > 1 else "one GPU" if uuids[0] else "the CPU backend"
+            left = show_seconds(self.left_s / min(waiting, len(uuids)))
+            self.say(f"{len(self.found)} runs are there already, {waiting} to go on {where}: about {left}")
         workers = [threading.Thread(target=self._worker, args=(uuid, len(uuids)), daemon=True) for uuid in uuids]
         for worker in workers:
             worker.start()
@@ -183,6 +188,7 @@ class _Work:
 
     def _one(self, setting: Setting, uuid: str | None, workers: int, warm) -> None:
         before = time.perf_counter()
+        self.say(f"begins: {setting}")
         found = setting.run("live", gpus=[uuid] if uuid else None, warm=warm)
         with self.lock:
             self.found.append(found)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from memlab import goodput, plots, repeats
 from memlab.goodput import Limits, kind
@@ -186,13 +187,24 @@ def _draw_dial(panels: list[_Panel], ticks: list[int], ink: str) -> Figure:
             (colour, dash), marker = next(styles)
             _curve(axes, curve, colour, dash, marker)
         if panel.log:
-            axes.set_yscale("log")
+            _in_decades(axes)
         else:
+            axes.margins(y=0.1)
             axes.set_ylim(bottom=0)
         if len(panel.curves) > 1:
             axes.legend(frameon=False, labelcolor=ink, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _tokens_below(all_axes[-1], ticks)
     return figure
+
+
+def _in_decades(axes) -> None:
+    """A logarithmic y axis, its numbers written out."""
+    low, high = axes.get_ylim()
+    axes.set_yscale("log")
+    few = high > 30 * max(low, min(line.get_ydata().min() for line in axes.lines))
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if few else (1.0, 2.0, 5.0)))
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
+    axes.yaxis.set_minor_formatter(NullFormatter())
 
 
 def _curve(axes, curve: _Curve, colour: str, dash: str, marker: str) -> None:
@@ -354,34 +366,44 @@ MEASURES = {
 }
 
 
-def changes(base: RunRecord, *others: RunRecord, replayed: bool = False) -> Plot:
-    """What each setting changed against ``base``, as a share with its interval: one that holds zero shows nothing.
+def changes(base: RunRecord, *others: RunRecord, only: str | None = None, replayed: bool = False) -> Plot:
+    """What each run changed against ``base``, as a share with its interval: one that holds zero shows nothing.
+
+    The loads of two servers are compared one by one, since those in the same place are of the same requests. Another
+    start of the base's own setting shows what two servers differ by when nothing was changed.
+
+    Args:
+        base: what the others are compared with.
+        others: of other settings, or of the same started again.
+        only: the kind of load to show (``goodput.kind``); None for all.
+        replayed: whether to say so.
 
     Raises:
         ValueError: where no load of theirs was repeated three times on each server.
     """
-    runs = {}
-    for each in (base, *others):
-        runs.setdefault(str(each.flags.given), []).append(each)
-    first, *rest = runs.values()
-    labels = plots.labels(*(replace(found[0], repeat=1) for found in runs.values())) if rest else [""]
+    labels = _against(base, others)
     rows = [
-        (f"{labels[number]}, {kind(traffic)}", name, repeats.change(before, after))
-        for number, found in enumerate(rest, 1)
-        for traffic, before, after, name in _measured(first, found)
+        (f"{label}{'' if only else f', {kind(traffic)}'}", name, repeats.paired_change(before, after))
+        for label, other in zip(labels, others, strict=True)
+        for traffic, before, after, name in _measured(base, other)
+        if only in (None, kind(traffic))
     ]
     if not rows:
         raise ValueError(f"this figure needs two servers that were sent the same load {repeats.ENOUGH} times each")
+    sent = [traffic for traffic in goodput.repeats_of([base]) if only in (None, kind(traffic))]
     visible = [f"{label}, {name}: {found.show_change()}" for label, name, found in rows if not found.has_zero]
+    header = "setting" if only else "setting and traffic"
     return Plot(
-        title=f"Change from {labels[0]}, and its noise",
-        alt=f"Of {len(rows)} changes {len(visible)} stand out of the noise. "
+        title=f"Change from {DIAL} {_dial_of(base):,}, and its noise",
+        alt=f"Of {len(rows)} changes {len(visible)} stand out of the noise between loads. "
         + "; ".join(visible)
         + ("." if visible else ""),
-        caption=plots.caption((base, *others), replayed),
+        caption=" · ".join(
+            [plots.caption((base, *others), replayed), *(f"load: {each.in_words()}" for each in sent if only)]
+        ),
         table=Table(
-            f"Change from {labels[0]}",
-            ("setting and traffic", "measure", "change", "visible", "smallest visible"),
+            f"Change from {DIAL} {_dial_of(base):,}",
+            (header, "measure", "change", "outside the noise", "smallest visible"),
             tuple(
                 (label, name, found.show_change(), "no" if found.has_zero else "yes", f"{100 * found.half_width:.1f} %")
                 for label, name, found in rows
@@ -391,13 +413,23 @@ def changes(base: RunRecord, *others: RunRecord, replayed: bool = False) -> Plot
     )
 
 
-def _measured(first: list[RunRecord], other: list[RunRecord]):
-    """The repeats of both settings for each load that both were sent, and each measure."""
-    before, after = goodput.repeats_of(first), goodput.repeats_of(other)
+def _against(base: RunRecord, others: Sequence[RunRecord]) -> list[str]:
+    """What each run has that ``base`` has not."""
+    different = [each for each in others if each.flags.given != base.flags.given]
+    _, *names = plots.labels(*(replace(each, repeat=1) for each in (base, *different)))
+    names = iter(names)
+    return [f"{DIAL} {_dial_of(base)} again" if each not in different else next(names) for each in others]
+
+
+def _measured(base: RunRecord, other: RunRecord):
+    """The repeats of both runs for each load that both were sent, and each measure."""
+    before, after = goodput.repeats_of([base]), goodput.repeats_of([other])
     for traffic in before:
-        if min(len(before[traffic]), len(after.get(traffic, ()))) >= repeats.ENOUGH:
+        count = min(len(before[traffic]), len(after.get(traffic, ())))
+        if count >= repeats.ENOUGH:
+            pairs = before[traffic][:count], after[traffic][:count]
             for name, value in MEASURES.items():
-                yield traffic, [value(load) for load in before[traffic]], [value(load) for load in after[traffic]], name
+                yield traffic, *([value(load) for load in loads] for loads in pairs), name
 
 
 def _draw_changes(rows, ink: str) -> Figure:
