@@ -1,5 +1,9 @@
 """Prediction against records, the ballast, and sweeps that go on where they stopped."""
 
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
 import pytest
 
 from fixtures_record import cuda_record
@@ -99,7 +103,7 @@ def runs(monkeypatch):
     monkeypatch.setattr(sweep.lab, "here", lambda mode: lab.Here("live", "cpu", cuda_record().machine))
     monkeypatch.setattr(sweep.lab, "vllm_version", lambda: "0.33.0")
     monkeypatch.setattr(sweep.lab, "run", run)
-    monkeypatch.setattr(sweep, "known_runs", lambda: list(made))
+    monkeypatch.setattr(sweep, "known_runs", lambda kept: list(made))
     return made
 
 
@@ -111,6 +115,24 @@ def test_a_sweep_runs_each_setting_once_and_resumes(runs):
     assert len(sweep.sweep(settings(32, 64), say=lambda line: None)) == 2
     assert len(sweep.sweep(settings(32, 64, 128), say=lambda line: None)) == 3
     assert [found.flags.given["max_num_seqs"] for found in runs] == [32, 64, 128]
+
+
+def test_a_reader_s_sweep_does_not_take_the_book_s_records_for_runs_of_this_machine(tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
+    assert sweep.known_runs() == []
+    assert len(sweep.known_runs(kept=True)) == len(record.read_all())
+
+
+def test_a_replayed_sweep_shows_as_many_starts_as_are_wanted_and_recorded():
+    found = next(one for one in record.read_all() if one.repeat == 2 and not one.card)
+    place = lab.Here("replay", found.engine.backend, found.machine)
+    asked = (found.model.name, found.served_flags, found.sent)
+
+    def starts(wanted: int) -> list[int]:
+        return [one.repeat for one in sweep.replayed(sweep.Setting(*asked, lab=found.lab, repeats=wanted), place)]
+
+    assert starts(1) == [1] and starts(2) == [1, 2]
+    assert len(starts(99)) < 99
 
 
 def test_what_would_end_too_late_is_not_begun(runs):
@@ -133,6 +155,56 @@ def test_a_setting_that_fails_does_not_end_the_others(runs):
     with pytest.raises(MemlabError, match="no luck"):
         sweep.sweep(settings(13, 64), say=lambda line: None)
     assert [found.flags.given["max_num_seqs"] for found in runs] == [64]
+
+
+@pytest.fixture
+def two_gpus(runs, monkeypatch):
+    """A machine of two idle GPUs: the GPUs that each run has, and what ran beside it, by max_num_seqs."""
+    had, going, beside = {}, set(), {}
+    gate = threading.Barrier(2, timeout=5)
+    one = sweep.lab.run
+
+    def run(model, flags, traffic, card, mode, *, gpus, **more):
+        number = flags.max_num_seqs
+        had[number] = gpus
+        going.add(number)
+        if flags.tensor_parallel_size != 2:
+            gate.wait()
+        beside[number] = set(going)
+        found = one(model, flags, traffic, card, mode, gpus=gpus, **more)
+        if flags.tensor_parallel_size != 2:
+            gate.wait()
+        going.discard(number)
+        return found
+
+    monkeypatch.setattr(sweep.lab, "run", run)
+    monkeypatch.setattr(sweep.lab, "here", lambda mode: lab.Here("live", "cuda", cuda_record().machine))
+    monkeypatch.setattr(sweep.lab, "warm_up", lambda: None)
+    idle = [SimpleNamespace(device=SimpleNamespace(uuid=f"GPU-{number}"), why_not=None) for number in range(2)]
+    busy = SimpleNamespace(device=SimpleNamespace(uuid="GPU-2"), why_not="a display is on it")
+    monkeypatch.setattr(sweep.checks, "find_gpus", lambda kernels: [*idle, busy])
+    monkeypatch.setattr(sweep.checks, "kernels", lambda: None)
+    return had, beside
+
+
+def test_runs_of_one_gpu_go_side_by_side_and_one_of_two_has_both(two_gpus):
+    had, beside = two_gpus
+    pair = sweep.Setting("llama-3.1-8b", ServeFlags(max_num_seqs=64, tensor_parallel_size=2))
+    said = []
+    found = sweep.sweep([*settings(8, 16, seconds=60), replace(pair, seconds=60), *settings(24, 32)], say=said.append)
+    assert len(found) == 5
+    assert said[0] == "0 runs are there already, 5 to go on 2 idle GPUs: about 3 min 30 s"
+    assert sorted(had[64]) == ["GPU-0", "GPU-1"] and beside[64] == {64}
+    assert beside[8] == beside[16] == {8, 16} and {*had[8], *had[16]} == {"GPU-0", "GPU-1"}
+    assert beside[24] == beside[32] == {24, 32}
+
+
+def test_a_run_of_more_gpus_than_are_idle_is_left_out_and_the_rest_goes_on(two_gpus):
+    had, _ = two_gpus
+    large = sweep.Setting("llama-3.1-8b", ServeFlags(max_num_seqs=64, pipeline_parallel_size=4))
+    with pytest.raises(MemlabError, match="it needs 4 GPUs, and 2 are idle here"):
+        sweep.sweep([large, *settings(8, 16)], say=lambda line: None)
+    assert set(had) == {8, 16}
 
 
 def test_a_grid_entry_with_a_strange_key_is_refused():

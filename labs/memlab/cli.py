@@ -150,8 +150,11 @@ def _sweep(arguments) -> int:
         if arguments.keep and found.outcome != "stopped":
             lab.keep(next(lab.runs_folder().rglob(f"run-*/{found.id}.json")))
 
+    def say(line: str) -> None:
+        print(line, flush=True)
+
     settings = [sweep.from_dict(entry) for entry in entries]
-    found = sweep.sweep(settings, "live", arguments.seconds, lambda line: print(line, flush=True), keep)
+    found = sweep.sweep(settings, "live", arguments.seconds, say, keep, kept=arguments.keep)
     for one in found:
         print(f"{one.id:60s} {lab.summary(one)}")
     return 0
@@ -176,7 +179,7 @@ def _config(path: Path) -> dict:
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise MemlabError(f"{path} cannot be read ({error.strerror}): give the model's config.json") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise MemlabError(f"{path} is no JSON ({error}): give the model's config.json") from error
     if not isinstance(config, dict):
         raise MemlabError(f"{path} is no config.json: it holds no object")
@@ -192,15 +195,15 @@ def _plan(arguments) -> int:
         card = planner.with_capability(card, _numbers(arguments.compute_capability, "compute capability", "8.6"))
     version = _numbers(arguments.vllm_version, "version of vLLM", "0.33.0")
     given = flags.from_args(arguments.serve)
-    strange = [
-        word for word in given.extra if word.startswith("-") and word not in (ledger.HYBRID_OFF, ledger.ASYNC_OFF)
-    ]
+    strange = [word for word in given.extra if word not in (ledger.HYBRID_OFF, ledger.ASYNC_OFF)]
     if strange:
         raise MemlabError(f"memlab does not count {', '.join(strange)}: leave it out of the plan")
-    found = planner.plan(shapes.from_config(config), card, given, version)
+    shape = shapes.from_config(config).partitioned(os.environ.get("VLLM_PP_LAYER_PARTITION"))
+    found = planner.plan(shape, card, given, version)
     if arguments.json:
         print(json.dumps(found.to_dict(), indent=1))
     else:
+        sys.stdout.reconfigure(errors="replace")  # the bar, where the terminal has no such characters
         print(plan_report.text(found, explained=arguments.explain))
     return 0
 

@@ -1,7 +1,7 @@
-"""Many runs: on all idle GPUs at once, one run a GPU; what is recorded already is not run again."""
+"""Many runs: on all idle GPUs at once, each on as many as it needs; what is recorded already is not run again."""
 
+import collections
 import contextlib
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -88,10 +88,21 @@ def recorded(setting: Setting, known: Iterable[RunRecord], machine: str, vllm: s
     ]
 
 
-def known_runs() -> list[RunRecord]:
-    """Kept records and this machine's live runs, each once."""
+def known_runs(kept: bool = False) -> list[RunRecord]:
+    """This machine's live runs; with ``kept``, the book's records too. Each once."""
     live = [record.read(path) for path in lab.runs_folder().rglob("run-*/*-r[0-9]*.json")]
-    return list({found.id: found for found in [*record.read_all(), *live]}.values())
+    return list({found.id: found for found in [*(record.read_all() if kept else ()), *live]}.values())
+
+
+def replayed(setting: Setting, place: "lab.Here") -> list[RunRecord]:
+    """The recorded runs of a setting, as many as it wants where there are so many.
+
+    Raises:
+        RecordError: where there is none; it names the nearest.
+    """
+    first = setting.run("replay")
+    there = recorded(setting, record.read_all(), place.machine.name, first.engine.vllm)
+    return [first, *(each for each in there if each.id != first.id)][: setting.repeats]
 
 
 def sweep(
@@ -100,6 +111,7 @@ def sweep(
     budget_s: float | None = None,
     say: Callable[[str], None] = print,
     on_record: Callable[[RunRecord], None] = lambda found: None,
+    kept: bool = False,
 ) -> list[RunRecord]:
     """Run every setting as often as it wants, in order; returns the runs that there are, old and new.
 
@@ -111,89 +123,109 @@ def sweep(
         budget_s: do not begin a run whose estimate ends later than this.
         say: gets a line at the beginning, and as each run begins and ends, with the time left.
         on_record: gets each new record, in the thread that made it.
+        kept: whether the book's records count as done, for who adds to them; the speed of another machine of the same
+            name is not this one's.
     """
     place = lab.here(mode)
     if place.replayed:
-        return [setting.run("replay") for setting in settings]
-    work = _Work(settings, place, budget_s, say, on_record)
+        return [found for setting in settings for found in replayed(setting, place)]
+    work = _Work(settings, place, budget_s, say, on_record, kept)
     return work.run()
 
 
 class _Work:
-    def __init__(self, settings, place, budget_s, say, on_record):
+    """The queue of a sweep, and the GPUs that it may use; the CPU backend is one place."""
+
+    def __init__(self, settings, place, budget_s, say, on_record, kept):
         self.place, self.budget_s, self.say, self.on_record = place, budget_s, say, on_record
         vllm = lab.vllm_version()
-        known = known_runs()
+        known = known_runs(kept)
         self.found: list[RunRecord] = []
-        self.todo: queue.SimpleQueue[Setting] = queue.SimpleQueue()
-        self.left_s = 0.0
+        self.todo: collections.deque[Setting] = collections.deque()
         for setting in settings:
             there = recorded(setting, known, place.machine.name, vllm)[: setting.repeats]
             self.found += there
-            for _ in range(setting.repeats - len(there)):
-                self.todo.put(setting)
-                self.left_s += setting.seconds
+            self.todo += [setting] * (setting.repeats - len(there))
         self.start, self.stopping = time.perf_counter(), False
-        self.lock = threading.Lock()
         self.errors: list[Exception] = []
+        gpus = checks.find_gpus(checks.kernels()) if place.backend == "cuda" else []
+        self.idle: list[str | None] = [one.device.uuid for one in gpus if not one.why_not] or [None]
+        self.places = len(self.idle)
+        self.left_s = sum(setting.seconds * self._needs(setting) for setting in self.todo)  # of one place
+        self.changed = threading.Condition()
+
+    def _needs(self, setting: Setting) -> int:
+        """How many of the places one run takes."""
+        return setting.flags.world_size if self.place.backend == "cuda" else 1
 
     def run(self) -> list[RunRecord]:
-        gpus = checks.find_gpus(checks.kernels()) if self.place.backend == "cuda" else []
-        uuids = [one.device.uuid for one in gpus if not one.why_not] or [None]
-        waiting = self.todo.qsize()
-        if waiting:
-            where = f"{len(uuids)} idle GPUs" if len(uuids) > 1 else "one GPU" if uuids[0] else "the CPU backend"
-            left = show_seconds(self.left_s / min(waiting, len(uuids)))
-            self.say(f"{len(self.found)} runs are there already, {waiting} to go on {where}: about {left}")
-        workers = [threading.Thread(target=self._worker, args=(uuid, len(uuids)), daemon=True) for uuid in uuids]
-        for worker in workers:
-            worker.start()
-        try:
-            while any(worker.is_alive() for worker in workers):
-                for worker in workers:
-                    worker.join(0.2)
-        except KeyboardInterrupt:
-            self.stopping = True
-            process.stop_all()
-            for worker in workers:
-                worker.join(60)
-            raise
+        if self.todo:
+            where = f"{self.places} idle GPUs" if self.places > 1 else "one GPU" if self.idle[0] else "the CPU backend"
+            left = show_seconds(self._left_s())
+            self.say(f"{len(self.found)} runs are there already, {len(self.todo)} to go on {where}: about {left}")
+        runs: list[threading.Thread] = []
+        with contextlib.ExitStack() as stack:
+            try:
+                self._hand_out(runs, stack)
+                while any(run.is_alive() for run in runs):
+                    for run in runs:
+                        run.join(0.2)
+            except KeyboardInterrupt:
+                self.stopping = True
+                process.stop_all()
+                for run in runs:
+                    run.join(60)
+                raise
         if self.errors:
             raise self.errors[0]
         return self.found
 
-    def _worker(self, uuid: str | None, workers: int) -> None:
-        with contextlib.ExitStack() as stack:
-            self._work_off(uuid, workers, stack)
-
-    def _work_off(self, uuid: str | None, workers: int, stack: contextlib.ExitStack) -> None:
-        ready = None  # a process that imported vLLM while the run before went on
-        while not self.stopping:
-            try:
-                setting = self.todo.get_nowait()
-            except queue.Empty:
-                return
-            elapsed = time.perf_counter() - self.start
-            if self.budget_s is not None and elapsed + setting.seconds > self.budget_s:
-                self.say(f"skipped for time: {setting}")
+    def _hand_out(self, runs: list[threading.Thread], stack: contextlib.ExitStack) -> None:
+        """Begin the runs in their order, each as soon as as many GPUs are idle as it needs."""
+        ready = None  # a process that imports vLLM while the run before begins
+        while self.todo:
+            setting = self.todo.popleft()
+            needed = self._needs(setting)
+            if needed > self.places:
+                self.errors.append(MemlabError(f"{setting}: it needs {needed} GPUs, and {self.places} are idle here"))
+                self.say(f"left out: {self.errors[-1]}")
                 continue
-            warm, ready = ready, None if self.todo.empty() else lab.warm_up()
+            with self.changed:
+                while len(self.idle) < needed:
+                    self.changed.wait(0.5)
+                taken = [self.idle.pop(0) for _ in range(needed)]
+            if self.budget_s is not None and time.perf_counter() - self.start + setting.seconds > self.budget_s:
+                self.say(f"skipped for time: {setting}")
+                self._give_back(taken)
+                continue
+            warm, ready = ready, lab.warm_up() if self.todo else None
             if ready:
                 stack.callback(ready.stop)
-            try:
-                self._one(setting, uuid, workers, warm)
-            except Exception as error:  # one setting's failure must not end the others' runs
-                self.errors.append(error)
-                self.say(f"failed: {setting}: {error}")
+            runs.append(threading.Thread(target=self._one, args=(setting, taken, warm), daemon=True))
+            runs[-1].start()
 
-    def _one(self, setting: Setting, uuid: str | None, workers: int, warm) -> None:
+    def _give_back(self, taken: list[str | None]) -> None:
+        with self.changed:
+            self.idle += taken
+            self.changed.notify_all()
+
+    def _left_s(self) -> float:
+        return max(0.0, self.left_s / self.places)
+
+    def _one(self, setting: Setting, taken: list[str | None], warm) -> None:
         before = time.perf_counter()
         self.say(f"begins: {setting}")
-        found = setting.run("live", gpus=[uuid] if uuid else None, warm=warm)
-        with self.lock:
-            self.found.append(found)
-            self.left_s -= setting.seconds
-        self.on_record(found)
-        took = show_seconds(time.perf_counter() - before)
-        left = show_seconds(max(0.0, self.left_s / workers))
-        self.say(f"{found.id}: {lab.summary(found)}; took {took}, about {left} left")
+        try:
+            found = setting.run("live", gpus=taken if taken[0] else None, warm=warm)
+            with self.changed:
+                self.found.append(found)
+                self.left_s -= setting.seconds * len(taken)
+            self.on_record(found)
+            took = show_seconds(time.perf_counter() - before)
+            self.say(f"{found.id}: {lab.summary(found)}; took {took}, about {show_seconds(self._left_s())} left")
+        except Exception as error:  # one setting's failure must not end the others' runs
+            if not self.stopping:
+                self.errors.append(error)
+                self.say(f"failed: {setting}: {error}")
+        finally:
+            self._give_back(taken)
