@@ -8,8 +8,8 @@ import html
 from dataclasses import dataclass
 
 from memlab import doctor, findings
-from memlab.plots import Table, capitalised
 from memlab.record import DIAGNOSED, RunRecord, without_none
+from memlab.tables import Table, capitalised
 from memlab.units import show_gib
 from memlab.vllm_log import clean
 
@@ -45,33 +45,51 @@ class View:
         """The failures in their order."""
         return self.data.get("failures", [])
 
-    def fixes(self, failure: dict) -> Table:
-        """What helps, the most GiB first."""
+    def fixes(self, failure: dict, shown: int | None = SHOWN_FIXES) -> Table:
+        """What helps, the most GiB first; the first few, or all."""
         rows = [(fix["flag"], change(fix), gain(fix), fix["why"], fix["costs"]) for fix in failure.get("fixes", [])]
-        return Table("What helps", ("flag", "change", "gain", "why", "costs"), tuple(rows[:SHOWN_FIXES]), words=True)
+        return Table("What helps", ("flag", "change", "gain", "why", "costs"), tuple(rows[:shown]), words=True)
 
-    def html(self) -> str:
-        """An element to stand in a page."""
-        parts = [self._failure_html(failure) for failure in self.failures] or [_paragraph("Found", self.summary())]
+    def html(self, whole: bool = False) -> str:
+        """An element to stand in a page; ``whole``: with all that is known, where nothing else shows the run."""
+        failures = [self._failure_html(number, one, whole) for number, one in enumerate(self.failures, 1)]
+        parts = failures or [_paragraph("Found", self.summary())]
+        if whole and self.data.get("starts", 1) > 1:
+            starts = f"{self.data['starts']} starts of a server; a failure that comes again stands once"
+            parts.insert(0, _paragraph("The log", starts))
+        if whole and self.data.get("ledger"):
+            parts.append(self.ledger()._repr_html_())
+        if whole and self.data.get("harmless"):
+            lines = [(f"line {one['line']}: {one['text']}", one["why"]) for one in self.data["harmless"]]
+            parts.append(_listed("Looks like a failure, and is harmless", lines))
         if self.data.get("paste_also"):
             parts.append(_paragraph("To say more, the doctor needs", "; ".join(self.data["paste_also"])))
         return f'<div class="memlab-finding">{"".join(parts)}</div>'
 
-    def _failure_html(self, failure: dict) -> str:
-        parts = [_paragraph(words(failure["phase"]), doctor_sentence(failure))]
+    def ledger(self) -> Table:
+        """What the log states of memory."""
+        stated = self.data.get("ledger", {}).items()
+        rows = tuple((name.removesuffix("_gib"), show_gib(size)) for name, size in stated)
+        return Table("What the log states of one GPU", ("term", "size"), rows)
+
+    def _failure_html(self, number: int, failure: dict, whole: bool) -> str:
+        head = words(failure["phase"])
+        if whole:
+            order = f"{number}. " if len(self.failures) > 1 else ""
+            head = f"{order}{head} ({failure['confidence']} confidence)"
+        parts = [_paragraph(head, doctor_sentence(failure))]
         parts += [f"<p>{html.escape(note)}</p>" for note in failure.get("notes", [])]
-        lines = [f"{line['line']}: {line['text']}" for line in failure.get("evidence", [])[:SHOWN_LINES]]
+        shown = None if whole else SHOWN_LINES
+        lines = [f"{line['line']}: {line['text']}" for line in failure.get("evidence", [])[:shown]]
         if lines:
-            named = 'role="region" aria-label="lines of the log" tabindex="0"'
+            which = f" of failure {number}" if whole and len(self.failures) > 1 else ""
+            named = f'role="region" aria-label="lines of the log{which}" tabindex="0"'
             parts.append(f"<pre {named}>{html.escape(chr(10).join(lines))}</pre>")
         if failure.get("fixes"):
-            parts.append(self.fixes(failure)._repr_html_())
+            parts.append(self.fixes(failure, None if whole else SHOWN_FIXES)._repr_html_())
         if failure.get("will_not_help"):
-            items = "".join(
-                f"<li><code>{html.escape(one['flag'])}</code>: {html.escape(one['why'])}</li>"
-                for one in failure["will_not_help"]
-            )
-            parts.append(f"<p><b>What cannot help</b></p><ul>{items}</ul>")
+            useless = [(one["flag"], one["why"]) for one in failure["will_not_help"]]
+            parts.append(_listed("What cannot help", useless))
         return "".join(parts)
 
     def summary(self) -> str:
@@ -96,6 +114,11 @@ class View:
 
 def _paragraph(head: str, text: str) -> str:
     return f"<p><b>{html.escape(head)}.</b> {html.escape(capitalised(text))}</p>"
+
+
+def _listed(head: str, items: list[tuple[str, str]]) -> str:
+    lines = "".join(f"<li><code>{html.escape(what)}</code>: {html.escape(why)}</li>" for what, why in items)
+    return f"<p><b>{html.escape(head)}</b></p><ul>{lines}</ul>"
 
 
 def words(phase: str) -> str:
