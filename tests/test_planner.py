@@ -5,6 +5,7 @@ import json
 import statistics
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -217,7 +218,7 @@ def test_a_version_without_records_says_so():
         (RTX_3090, {"gpu_memory_utilization": 0.99, "max_model_len": 4096}, "Free memory on device"),
         (RTX_3090, {}, "To serve at least one request with the model's max seq len (131072)"),
         (RTX_3090, {"gpu_memory_utilization": 0.6, "max_model_len": 4096}, "No available memory for the cache blocks"),
-        (RTX_3090, {"max_model_len": 4096, "kv_cache_dtype": "fp8"}, "no fp8"),
+        (cards.find("T4"), {"max_model_len": 4096, "kv_cache_dtype": "fp8"}, "requires SM89+"),
         (cards.find("T4"), {"max_model_len": 4096, "dtype": "bfloat16"}, "Bfloat16 is only supported"),
         (cards.find("T4"), {"max_model_len": 4096}, "CUDA out of memory while the weights load"),
         (H200, {"tensor_parallel_size": 3}, "must be divisible by tensor parallel size"),
@@ -232,7 +233,8 @@ def test_a_start_that_fails_names_the_check_in_vllms_words(card, flags, words):
 
 
 def test_a_data_type_that_the_card_lacks_is_changed_back():
-    found = planned("llama-3.1-8b", RTX_3090, max_model_len=4096, kv_cache_dtype="fp8")
+    found = planned("llama-3.1-8b", replace(RTX_3090, compute_capability=(7, 5)), max_model_len=4096,
+                    kv_cache_dtype="fp8")  # fmt: skip
     assert [(change.flag, change.to) for change in found.changes] == [("kv_cache_dtype", "auto")]
 
 
@@ -309,10 +311,11 @@ def predicted_row(row: dict) -> ledger.Prediction:
 def test_44_starts_on_h100_are_met():
     found = [(row, predicted_row(row)) for row in ROWS]
     inside = [low <= float(row["activation_memory_gib"]) <= high
-              for row, one in found for low, high in [one.bands["activation"]]]  # fmt: skip
+              for row, one in found for low, high in [one.stages[0].bands["activation"]]]  # fmt: skip
     for row, one in found:
-        assert one.ledger.weights_gib == pytest.approx(float(row["weight_memory_gib"]), rel=0.01)
-        assert one.ledger.activation_gib == pytest.approx(float(row["activation_memory_gib"]), abs=0.25)
+        first = one.stages[0].ledger  # the rank whose lines the data have
+        assert first.weights_gib == pytest.approx(float(row["weight_memory_gib"]), rel=0.01)
+        assert first.activation_gib == pytest.approx(float(row["activation_memory_gib"]), abs=0.25)
         assert one.kv_tokens == pytest.approx(int(row["kv_cache_tokens"]), rel=0.02)
         assert one.max_concurrency == pytest.approx(float(row["max_concurrency"]), rel=0.02)
     assert statistics.mean(inside) >= 0.95
@@ -345,7 +348,7 @@ def test_the_command_prints_the_plan_as_json_on_a_bare_python(config):
     done = memlab_plan("--json", "--config", config, "--card-gib", "79.19", "--vllm-version", "0.19.0",
                        "--max-model-len", "8192", "--gpu-memory-utilization", "0.95")  # fmt: skip
     printed = json.loads(done.stdout)
-    assert set(printed) == KEYS
+    assert set(printed) >= KEYS
     assert printed["starts"] and printed["failed_check"] is None
     assert printed["kv_tokens"] == pytest.approx(476016, rel=0.01)
     assert all(low <= high for low, high in printed["bands"].values())

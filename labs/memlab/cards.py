@@ -8,13 +8,17 @@ from memlab.flags import ServeFlags
 
 @dataclass(frozen=True)
 class Card:
-    """A GPU. ``total_gib`` is CUDA's figure, which vLLM multiplies; NVML's is larger by what the driver keeps."""
+    """A GPU. ``total_gib`` is CUDA's figure, which vLLM multiplies; NVML's is larger by what the driver keeps.
+
+    ``linked`` says whether servers of such cards join them by NVLink; None where that is not known.
+    """
 
     name: str
     total_gib: float
     compute_capability: tuple[int, int]
     nvml_total_gib: float | None = None
     source: str = ""
+    linked: bool | None = None
 
     def refuses(self, flags: ServeFlags) -> str | None:
         """Why this card cannot do what ``flags`` ask for, or None. An emulation must refuse it too."""
@@ -28,18 +32,18 @@ class Card:
 CARDS = {
     card.name: card
     for card in (
-        Card("NVIDIA H200", 139.80, (9, 0), 140.40, "this book's records"),
-        Card("NVIDIA H100 80GB HBM3", 79.11, (9, 0), None, "vLLM pull request #48601"),
-        Card("NVIDIA A100-SXM4-80GB", 79.15, (8, 0), None, "vLLM issue #18446"),
-        Card("NVIDIA RTX A6000", 47.74, (8, 6), None, "vLLM issue #11230"),
-        Card("NVIDIA L40S", 44.42, (8, 9), None, "vLLM issue #15815"),
-        Card("NVIDIA GeForce RTX 5090", 31.37, (12, 0), None, "vLLM issue #14452"),
-        Card("NVIDIA GeForce RTX 4090", 23.65, (8, 9), None, "vLLM issue #24436"),
-        Card("NVIDIA GeForce RTX 3090", 23.58, (8, 6), None, "vLLM issue #10517"),
-        Card("NVIDIA A10G", 22.30, (8, 6), None, "vLLM issue #34643"),
-        Card("NVIDIA RTX A2000 12GB", 11.53, (8, 6), None, "vLLM issue #12030"),
-        Card("NVIDIA GeForce RTX 4060 Laptop GPU", 8.00, (8, 9), None, "vLLM issue #13882"),
-        Card("Tesla T4", 14.58, (7, 5), None, "vLLM issue #7590"),
+        Card("NVIDIA H200", 139.80, (9, 0), 140.40, "this book's records", True),
+        Card("NVIDIA H100 80GB HBM3", 79.11, (9, 0), None, "vLLM pull request #48601", True),
+        Card("NVIDIA A100-SXM4-80GB", 79.15, (8, 0), None, "vLLM issue #18446", True),
+        Card("NVIDIA RTX A6000", 47.74, (8, 6), None, "vLLM issue #11230", False),
+        Card("NVIDIA L40S", 44.42, (8, 9), None, "vLLM issue #15815", False),
+        Card("NVIDIA GeForce RTX 5090", 31.37, (12, 0), None, "vLLM issue #14452", False),
+        Card("NVIDIA GeForce RTX 4090", 23.65, (8, 9), None, "vLLM issue #24436", False),
+        Card("NVIDIA GeForce RTX 3090", 23.58, (8, 6), None, "vLLM issue #10517", False),
+        Card("NVIDIA A10G", 22.30, (8, 6), None, "vLLM issue #34643", False),
+        Card("NVIDIA RTX A2000 12GB", 11.53, (8, 6), None, "vLLM issue #12030", False),
+        Card("NVIDIA GeForce RTX 4060 Laptop GPU", 8.00, (8, 9), None, "vLLM issue #13882", False),
+        Card("Tesla T4", 14.58, (7, 5), None, "vLLM issue #7590", False),
     )
 }
 

@@ -133,15 +133,29 @@ LEDGER_FIELDS = tuple(field.name for field in fields(MemoryLedger))
 
 # ---- prediction ----
 
-PLANNER = 3  # raise it with every change of a rule, so that a record says which rule it was compared with
+PLANNER = 4  # raise it with every change of a rule, so that a record says which rule it was compared with
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of one stage: its ledger, the bands of its terms, what it profiles, how its blocks lie."""
+
+    ledger: MemoryLedger
+    bands: dict[str, tuple[float, float]]
+    step: Step
+    layout: Layout
+
+    @property
+    def blocks(self) -> int:
+        return int(self.ledger.kv_cache_gib * GIB // self.layout.bytes_per_block)
 
 
 @dataclass(frozen=True)
 class Prediction:
     """A predicted ledger with a band for each term: the lowest and the highest value expected, in GiB.
 
-    With pipeline parallelism the ledger is the first stage's, while blocks and tokens are those of the stage that has
-    fewest, as vLLM takes them.
+    ``stages`` has one rank of each stage of a pipeline; ``ledger`` and the bands are those of the ``tightest``, which
+    has the fewest blocks: all stages then take as many (vllm/v1/core/kv_cache_planning.py).
     """
 
     ledger: MemoryLedger
@@ -152,6 +166,8 @@ class Prediction:
     max_concurrency: float | None = None
     needed_gib: float | None = None
     step: Step | None = None
+    stages: tuple[Stage, ...] = ()
+    tightest: int = 0
 
     def to_dict(self) -> dict:
         """For a record: what is known, rounded to a MiB."""
@@ -168,56 +184,85 @@ def weights_gib(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
 
 HYBRID_OFF, ASYNC_OFF = "--disable-hybrid-kv-cache-manager", "--no-async-scheduling"  # read from what is passed on
 _CONTEXT_GIB = (0.70, 0.35, 1.00)  # H200, CUDA 13; the band covers other cards
+_LINKED_FROM_GIB = 70
 
 
-@dataclass(frozen=True)
-class _Stage:
-    terms: dict[str, float]
-    bands: dict[str, tuple[float, float]]
-    graphs: float | None
-    subtracted: bool
-    step: Step
-    layout: Layout
-
-
-def _stage(shape: ModelShape, flags: ServeFlags, rules: Rules, number: int) -> _Stage:
-    """Terms of one rank of one stage of the pipeline."""
-    ranks, stages = flags.tensor_parallel_size or 1, shape.stages(flags.pipeline_parallel_size or 1)
-    first, end = stages[number]
+def _stage(
+    shape: ModelShape, total: float, flags: ServeFlags, rules: Rules, linked: bool, stages: list, number: int
+) -> Stage:
+    """One rank of stage ``number`` of ``stages``, on a card of ``total`` GiB."""
+    ranks, (first, end) = flags.tensor_parallel_size or 1, stages[number]
     block, eager = flags.block_size or 16, bool(flags.enforce_eager)
     seqs, length = flags.max_num_seqs, flags.max_model_len
+    budget = total * (
+        rules.default_utilization if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization
+    )
     weight = weights.stage_gib(shape, ranks, (first, end), rules.split_limit)
     weight = max(0.0, weight - (flags.cpu_offload_gb or 0.0))
     runner = rules.runner(shape.architecture, shape.is_mixture)
     ends = {"first": number == 0, "last": number == len(stages) - 1}
     sizes = (flags.max_num_batched_tokens, seqs, length)
     profiled = step(shape, rules, *sizes, not eager, ranks, block, **ends)
-    non_torch, low, high = rules.parallel_non_torch_gib if ranks > 1 else rules.non_torch_gib
+    non_torch, low, high = rules.non_torch_gib
+    if ranks > 1:
+        more = rules.collectives_gib(linked)
+        non_torch, low, high = non_torch + more[0], low + more[1], high + more[2]
     graphs = None if eager else graphs_gib(shape, runner, seqs, flags.max_cudagraph_capture_size, end - first)
     subtracted = graphs is not None and runner in rules.graphs_off_pool
     slack = 0.04 + 0.04 * profiled.peak_gib
     retained = profiled.retained_gib
     activation = profiled.peak_gib
-    bands = {"weights": (weight * 0.996 - 0.02, weight * 1.004 + 0.03)}
+    bands = {"weights": (weight * 0.996 - 0.02, weight * 1.004 + 0.03), "context": _CONTEXT_GIB[1:]}
+    terms = {"weights": weight}
     if rules.consumed:
         buffers = buffers_gib(shape, seqs, length, block) if rules.buffers else 0.0
-        terms = {"consumed": weight + buffers + non_torch + retained}
+        terms["consumed"] = weight + buffers + non_torch + retained
         bands["consumed"] = (weight + buffers + low + 0.9 * retained, weight + 1.1 * buffers + high + 1.1 * retained)
     else:
         activation += retained
-        terms = {"non_torch": non_torch}
+        terms["non_torch"] = non_torch
         bands["non_torch"] = (low, high)
     slack += 0.05 if retained or profiled.vision_gib else 0.0
+    terms["activation"] = activation
     bands["activation"] = (activation - slack, activation + slack)
     if graphs is not None:
         bands["cuda_graphs_estimated"] = (0.4 * graphs, 2.0 * graphs)
+    taken = {name: value for name, value in terms.items() if name != "weights" or not rules.consumed}
+    if subtracted:
+        taken["cuda_graphs_estimated"] = graphs
+    if flags.kv_cache_memory_bytes is None:
+        pool = budget - sum(taken.values())
+        bands["kv_cache"] = tuple(budget - sum(bands[name][edge] for name in taken) for edge in (1, 0))
+    else:
+        pool = flags.kv_cache_memory_bytes / GIB
+    ledger = MemoryLedger(
+        view="predicted",
+        total_gib=total,
+        budget_gib=budget,
+        context_gib=_CONTEXT_GIB[0],
+        cuda_graphs_estimated_gib=graphs,
+        cuda_graphs_actual_gib=None if graphs is None or subtracted else captured_gib("V1", end - first),
+        kv_cache_gib=pool,
+        graphs_subtracted=None if graphs is None else subtracted,
+        pool_given=flags.kv_cache_memory_bytes is not None or None,
+        **{f"{name}_gib": value for name, value in terms.items()},
+    )
     hybrid = HYBRID_OFF not in flags.extra
     pages = layout(shape, flags.kv_cache_dtype or "auto", ranks, block, (first, end), hybrid)
-    return _Stage({"weights": weight, **terms, "activation": activation}, bands, graphs, subtracted, profiled, pages)
+    return Stage(ledger, bands, profiled, pages)
+
+
+def joined(total_gib: float, linked: bool | None) -> bool:
+    """Whether NVLink joins cards of which that may not be known: servers join those of 70 GiB or more."""
+    return total_gib >= _LINKED_FROM_GIB if linked is None else linked
 
 
 def predict(
-    shape: ModelShape, total_gib: float, flags: ServeFlags, vllm_version: tuple[int, int] = (0, 33)
+    shape: ModelShape,
+    total_gib: float,
+    flags: ServeFlags,
+    vllm_version: tuple[int, int] = (0, 33),
+    linked: bool | None = None,
 ) -> Prediction:
     """The ledger of one rank before anything is started, on a GPU.
 
@@ -226,6 +271,7 @@ def predict(
         total_gib: the card's memory as CUDA reports it.
         flags: resolved (``flags.resolve``): the scheduler's flags must be set.
         vllm_version: whose accounting is followed (``versions.rules_for``).
+        linked: whether NVLink joins the ranks of tensor parallelism; None where it is not known.
 
     Returns:
         The ledger with what the version states; bands for what is not exact.
@@ -235,58 +281,32 @@ def predict(
     """
     rules = rules_for(vllm_version)
     shape = shape.served(flags.dtype, flags.quantization)
-    utilization = flags.gpu_memory_utilization
-    budget = total_gib * (rules.default_utilization if utilization is None else utilization)
-    stages = [_stage(shape, flags, rules, number) for number in range(flags.pipeline_parallel_size or 1)]
-    pools = [_pool(stage, flags, rules, budget) for stage in stages]
-    here, kv = stages[0], pools[0]
-    blocks = min(int(pool * GIB // stage.layout.bytes_per_block) for pool, stage in zip(pools, stages, strict=True))
-    blocks = max(0, blocks)
+    linked = joined(total_gib, linked)
+    split = shape.stages(flags.pipeline_parallel_size or 1)
+    stages = [_stage(shape, total_gib, flags, rules, linked, split, number) for number in range(len(split))]
+    tightest = min(range(len(stages)), key=lambda number: stages[number].blocks)
+    here = stages[tightest]
+    blocks = max(0, here.blocks)
     if flags.num_gpu_blocks_override is not None:
         blocks = flags.num_gpu_blocks_override
     length, pages = flags.max_model_len, here.layout
-    in_flight = in_flight_tokens(flags, rules)
-    per_request = pages.blocks_per_request(length, in_flight)
+    per_request = pages.blocks_per_request(length, in_flight_tokens(flags, rules))
     concurrency = blocks / per_request
     tokens = blocks // len(pages.groups) * pages.block_size if rules.tokens_by_blocks else int(concurrency * length)
-    bands = dict(here.bands)
-    terms = [name for name in ("weights", "non_torch", "consumed", "activation") if name in here.terms]
-    if rules.consumed:
-        terms.remove("weights")
-    if here.subtracted:
-        terms.append("cuda_graphs_estimated")
-    if flags.kv_cache_memory_bytes is None:
-        bands["kv_cache"] = tuple(budget - sum(bands[name][end] for name in terms) for end in (1, 0))
-    bands["context"] = _CONTEXT_GIB[1:]
-    ledger = MemoryLedger(
-        view="predicted",
-        total_gib=total_gib,
-        budget_gib=budget,
-        context_gib=_CONTEXT_GIB[0],
-        cuda_graphs_estimated_gib=here.graphs,
-        cuda_graphs_actual_gib=None if here.graphs is None or here.subtracted else _captured(shape, flags, rules),
-        kv_cache_gib=kv,
-        graphs_subtracted=None if here.graphs is None else here.subtracted,
-        pool_given=flags.kv_cache_memory_bytes is not None or None,
-        **{f"{name}_gib": value for name, value in here.terms.items()},
+    return Prediction(
+        ledger=here.ledger,
+        bands=here.bands,
+        kv_tokens=tokens,
+        kv_blocks=blocks,
+        max_concurrency=concurrency,
+        needed_gib=per_request * pages.bytes_per_block / GIB,
+        step=here.step,
+        stages=tuple(stages),
+        tightest=tightest,
     )
-    needed = per_request * max(stage.layout.bytes_per_block for stage in stages) / GIB
-    return Prediction(ledger, bands, tokens, PLANNER, blocks, concurrency, needed, here.step)
 
 
 def in_flight_tokens(flags: ServeFlags, rules: Rules) -> int:
     """Tokens of the steps that may be under way at once (vllm/config/vllm.py, 0.33:588-609)."""
     batches = rules.in_flight_batches - 1 + (flags.pipeline_parallel_size or 1)
     return (1 if ASYNC_OFF in flags.extra else batches) * flags.max_num_batched_tokens
-
-
-def _pool(stage: _Stage, flags: ServeFlags, rules: Rules, budget: float) -> float:
-    if flags.kv_cache_memory_bytes is not None:
-        return flags.kv_cache_memory_bytes / GIB
-    taken = sum(stage.terms.values()) - (stage.terms["weights"] if rules.consumed else 0.0)
-    return budget - taken - (stage.graphs if stage.subtracted else 0.0)
-
-
-def _captured(shape: ModelShape, flags: ServeFlags, rules: Rules) -> float:
-    first, end = shape.stages(flags.pipeline_parallel_size or 1)[0]
-    return captured_gib("V1", end - first)

@@ -1,9 +1,11 @@
-"""A plan for a terminal: a bar, a table, what vLLM would say, and what to change."""
+"""A plan for a terminal of 80 columns: a bar, a table, what vLLM would say, and what to change."""
 
-from memlab.planner import Plan, explain
+import textwrap
+
+from memlab.planner import Change, Plan, explain
 from memlab.units import show_gib, show_tokens
 
-_WIDTH = 60
+_COLUMNS, _WIDTH = 80, 60
 _MARKS = {"weights": "█", "consumed": "█", "non_torch": "▓", "activation": "▒", "cuda_graphs_estimated": "░",
           "kv_cache": "·"}  # fmt: skip
 _NAMES = {"cuda_graphs_estimated": "cuda_graphs"}
@@ -37,12 +39,27 @@ def table(found: Plan) -> str:
     return "\n".join(rows)
 
 
+def option(change: Change) -> str:
+    """The change as it stands on vLLM's command line."""
+    name = change.flag.replace("_", "-")
+    if isinstance(change.to, bool):
+        return f"--{name}" if change.to else f"--no-{name}"
+    return f"--{name} {change.to}"
+
+
+def _lines(words: str, first: str = "", rest: str = "") -> str:
+    """Words in lines of the terminal's width; options and addresses stay whole."""
+    return textwrap.fill(
+        words, _COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
 def text(found: Plan, model: str = "MODEL", explained: bool = False) -> str:
     """The whole plan, predicted: nothing was started."""
     prediction, flags = found.prediction, found.flags
-    version = f"0.{found.version[1]}"
+    version = ".".join(map(str, found.version))
     parts = [
-        f"Predicted for vLLM {version} on {found.card.name}; nothing is started.",
+        _lines(f"Predicted for vLLM {version} on {found.card.name}; nothing is started."),
         "",
         bar(found),
         "",
@@ -59,17 +76,20 @@ def text(found: Plan, model: str = "MODEL", explained: bool = False) -> str:
         if found.suggested_kv_cache_bytes:
             parts.append(f"The pool in bytes: --kv-cache-memory-bytes {found.suggested_kv_cache_bytes}")
     else:
-        parts += ["", f"It does not start: {found.failed_check}"]
+        parts += ["", _lines(f"It does not start: {found.failed_check}")]
         if found.changes:
             parts += ["", "Each of these alone lets it start:"]
             parts += [
-                f"  --{change.flag.replace('_', '-')} {change.to} instead of {change.from_}: "
-                f"a pool of {show_gib(change.kv_cache_gib)}"
+                _lines(f"{option(change)} ({_before(change)}): a pool of {show_gib(change.kv_cache_gib)}", "  ", "    ")
                 for change in found.changes
             ]
         else:
-            parts += ["", "No flag alone lets it start: take a larger card, more of them, or a smaller model."]
-    parts += [f"Note: {warning}." for warning in found.warnings]
+            parts += ["", _lines("No flag alone lets it start: take a larger card, more of them, or a smaller model.")]
+    parts += [_lines(f"Note: {warning}.", rest="  ") for warning in found.warnings]
     if explained:
-        parts += ["", *(f"{name:12} {rule}" for name, rule in explain(found))]
+        parts += ["", *(_lines(f"{name:12} {rule}", rest=" " * 13) for name, rule in explain(found))]
     return "\n".join([*parts, "", found.command(model)])
+
+
+def _before(change: Change) -> str:
+    return "not set now" if change.from_ is None or change.from_ is False else f"now {change.from_}"

@@ -1,29 +1,52 @@
 """A plan: what vLLM will say of a start before it is tried, why it would fail, and the least change that helps."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from memlab import versions
+from memlab import versions, weights
 from memlab.cards import Card, batch_defaults, block_size
 from memlab.errors import FlagError, ShapeError
 from memlab.flags import ServeFlags, check, resolve
 from memlab.kv_layout import layout
-from memlab.ledger import HYBRID_OFF, Prediction, in_flight_tokens, predict
+from memlab.ledger import HYBRID_OFF, Prediction, in_flight_tokens, joined, predict
+from memlab.quantization import FP8_BLOCK
 from memlab.shapes import ModelShape
-from memlab.units import GIB, show_gib
+from memlab.units import GIB, MIB, show_gib
 from memlab.versions import Version
 
 RESERVE_GIB = 150 / 1024  # what vLLM itself leaves beside a pool that it suggests (gpu_worker.py, 0.33)
 _HOST_GIB = 4.0  # one worker with torch and CUDA loaded, beside the weights that pass through
-_COUNTS = (
-    "tensor_parallel_size",
-    "pipeline_parallel_size",
-    "max_num_seqs",
-    "max_num_batched_tokens",
-    "block_size",
-    "num_gpu_blocks_override",
-)
-_STEP = 0.01  # of gpu_memory_utilization
+_COUNTS = {
+    "tensor_parallel_size": 1,
+    "pipeline_parallel_size": 1,
+    "max_num_seqs": 1,
+    "max_num_batched_tokens": 1,
+    "block_size": 1,
+    "num_gpu_blocks_override": 1,
+    "max_cudagraph_capture_size": 0,
+    "long_prefill_token_threshold": 0,
+}
+_MOST = (1 << 31) - 1  # vLLM keeps counts as int32
+_SHARE_STEPS = 100  # of gpu_memory_utilization: changes are in hundredths
+TOKENS_STEP, BYTES_STEP = 16, 64 * MIB  # of max_num_batched_tokens and kv_cache_memory_bytes
+_MOST_RANKS, _MOST_STAGES = 16, 8  # that a change proposes
 _SEE = "See https://docs.vllm.ai/en/latest/configuration/conserving_memory/ for more details."
+
+# Why a start fails: its flags or the card rule it out, the budget is not free, an allocation fails, the pool is short.
+_REFUSED, _BUDGET, _MEMORY, _POOL = "refused", "budget", "memory", "pool"
+
+# The least compute capability of a quantization method, ``get_min_capability`` in
+# vllm/model_executor/layers/quantization/ (0.33); of compressed-tensors that of its schemes.
+_LEAST_CAPABILITY = {
+    "fp8": (7, 5),
+    "awq": (7, 5),
+    "gptq": (6, 0),
+    "mxfp4": (8, 0),
+    "compressed-tensors": (7, 5),
+    "bitsandbytes": (7, 0),
+}
+_FLASHINFER_HEADS = (64, 128, 256, 512)  # vllm/v1/attention/backends/flashinfer.py (0.33:690-693)
 
 
 @dataclass(frozen=True)
@@ -77,8 +100,10 @@ class Plan:
 
     @property
     def host_gib(self) -> float:
-        """Host memory: each rank's process, and what is kept there of the weights. What passes through is more."""
-        return self.flags.world_size * (_HOST_GIB + (self.flags.cpu_offload_gb or 0.0))
+        """Host memory: each rank's process, what is kept there of the weights, and the token ids of all requests
+        (int32, max_num_seqs × max_model_len: vllm/v1/worker/gpu/states.py, 0.33:33-43). Loading takes more."""
+        tokens = 4 * self.reachable_kv_tokens / GIB
+        return self.flags.world_size * (_HOST_GIB + (self.flags.cpu_offload_gb or 0.0) + tokens)
 
     @property
     def suggested_kv_cache_bytes(self) -> int | None:
@@ -89,8 +114,10 @@ class Plan:
         return int(left * GIB) if left > 0 and not ledger.pool_given else None
 
     def command(self, model: str = "MODEL") -> str:
-        """The ``vllm serve`` line, with the flags as given."""
-        return self.given.command(model)
+        """The ``vllm serve`` line, with the flags as given, and the variable that decides the stages."""
+        stages = self.shape.stage_layers if (self.given.pipeline_parallel_size or 1) > 1 else None
+        variable = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, stages))} " if stages else ""
+        return variable + self.given.command(model)
 
     def to_dict(self) -> dict:
         """The plan as JSON has it, in GiB and tokens."""
@@ -117,11 +144,24 @@ class Plan:
             "bands": bands,
             "failed_check": self.failed_check,
             "changes": [change.to_dict() for change in self.changes],
+            "consumed_gib": None if ledger.consumed_gib is None else round(ledger.consumed_gib, 3),
+            "graphs_off_pool": bool(ledger.graphs_subtracted),
+            "needed_gib": round(prediction.needed_gib, 3),
+            "headroom_gib": round(self.headroom_gib, 3),
+            "host_gib": round(self.host_gib, 1),
+            "suggested_kv_cache_memory_bytes": self.suggested_kv_cache_bytes,
+            "warnings": self.warnings,
+            "command": self.command(),
         }
 
 
 def plan(
-    shape: ModelShape, card: Card, given: ServeFlags, version: Version = versions.LAST, usage: str = "server"
+    shape: ModelShape,
+    card: Card,
+    given: ServeFlags,
+    version: Version = versions.LAST,
+    usage: str = "server",
+    changes: bool = True,
 ) -> Plan:
     """The plan of one server.
 
@@ -131,6 +171,7 @@ def plan(
         given: vLLM's flags; what is left open gets vLLM's own default for this card and version.
         version: (0, 19) to (0, 33); an older or newer one is counted by the nearest rules.
         usage: ``server`` or ``offline``.
+        changes: look for changes that let it start, where it does not: that takes a hundred predictions.
 
     Raises:
         FlagError: for flags that vLLM refuses whatever the card.
@@ -140,12 +181,11 @@ def plan(
     flags = resolved(shape, card, given, version, usage)
     if flags.max_model_len and given.max_model_len == -1:
         flags = _fit_length(shape, card, flags, version)
-    prediction = predict(shape, card.total_gib, flags, version)
-    failed = failed_check(shape, card, flags, prediction, version)
-    changes = _changes(shape, card, given, version, usage) if failed else []
-    return Plan(
-        shape, card, version, given, flags, prediction, failed, changes, _warnings(card, flags, prediction, version)
-    )
+    prediction = predict(shape, card.total_gib, flags, version, card.linked)
+    failed = _failure(shape, card, flags, prediction, version)
+    found = _changes(shape, card, given, version, usage, failed[0]) if failed and changes else []
+    warnings = _warnings(shape, card, flags, prediction, version, failed)
+    return Plan(shape, card, version, given, flags, prediction, failed[1] if failed else None, found, warnings)
 
 
 def resolved(shape: ModelShape, card: Card, given: ServeFlags, version: Version, usage: str = "server") -> ServeFlags:
@@ -157,23 +197,30 @@ def resolved(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
     return filled.with_(block_size=block_size(card, shape.uses_latent_attention, given.kv_cache_dtype))
 
 
+def _shown(value: int) -> str:
+    return str(value) if abs(value) < 10**18 else "of more than 18 digits"
+
+
 def _refuse(shape: ModelShape, flags: ServeFlags) -> None:
     """Refuse what has no meaning, so that nothing can be counted."""
-    for name in _COUNTS:
+    for name, least in _COUNTS.items():
         value = getattr(flags, name)
-        if value is not None and value < 1:
-            raise FlagError(f"{name} {value} must be at least 1")
+        if value is not None and not least <= value <= _MOST:
+            raise FlagError(f"{name} {_shown(value)} must be at least {least} and at most {_MOST}")
     share, stages = flags.gpu_memory_utilization, flags.pipeline_parallel_size or 1
     if share is not None and not 0 < share <= 1:
         raise FlagError(f"gpu_memory_utilization {share} is no share of the card: give more than 0 and at most 1")
     if stages > shape.num_hidden_layers:
         raise FlagError(f"pipeline_parallel_size {stages} is more than the model's {shape.num_hidden_layers} layers")
-    if flags.cpu_offload_gb is not None and flags.cpu_offload_gb < 0:
-        raise FlagError(f"cpu_offload_gb {flags.cpu_offload_gb} must not be negative")
-    if flags.kv_cache_memory_bytes is not None and flags.kv_cache_memory_bytes < 1:
-        raise FlagError(f"kv_cache_memory_bytes {flags.kv_cache_memory_bytes} must be at least 1")
-    if flags.max_model_len is not None and flags.max_model_len < 1 and flags.max_model_len != -1:
-        raise FlagError(f"max_model_len {flags.max_model_len} must be at least 1, or auto")
+    if flags.cpu_offload_gb is not None and not 0 <= flags.cpu_offload_gb <= _MOST:
+        raise FlagError(f"cpu_offload_gb {flags.cpu_offload_gb} must not be negative: give GiB of weights, such as 10")
+    if flags.kv_cache_memory_bytes is not None and not 1 <= flags.kv_cache_memory_bytes < 1 << 50:
+        raise FlagError(
+            f"kv_cache_memory_bytes {_shown(flags.kv_cache_memory_bytes)} must be at least 1 and fit a card"
+        )
+    length = flags.max_model_len
+    if length is not None and length != -1 and not 1 <= length <= _MOST:
+        raise FlagError(f"max_model_len {_shown(length)} must be at least 1 and at most {_MOST}, or auto")
 
 
 def _fit_length(shape: ModelShape, card: Card, flags: ServeFlags, version: Version) -> ServeFlags:
@@ -181,7 +228,7 @@ def _fit_length(shape: ModelShape, card: Card, flags: ServeFlags, version: Versi
 
     def fits(length: int) -> bool:
         one = flags.with_(max_model_len=length)
-        found = predict(shape, card.total_gib, one, version)
+        found = predict(shape, card.total_gib, one, version, card.linked)
         return found.needed_gib <= found.ledger.kv_cache_gib - _null_block(found, version)
 
     return flags.with_(max_model_len=_largest(1, flags.max_model_len, fits) or flags.max_model_len)
@@ -212,33 +259,45 @@ def failed_check(
     Sources: vllm/v1/worker/utils.py (0.33:763), vllm/v1/core/kv_cache_planning.py (0.33:50-88), and PyTorch's own words
     where an allocation fails.
     """
+    found = _failure(shape, card, flags, prediction, version)
+    return found[1] if found else None
+
+
+def _failure(
+    shape: ModelShape, card: Card, flags: ServeFlags, prediction: Prediction, version: Version
+) -> tuple[str, str] | None:
+    """Why it fails (``_REFUSED`` and so on), and the check in vLLM's words."""
     try:
         check(flags, shape.max_model_len)
     except FlagError as refused:
-        return str(refused)
-    refusal = card.refuses(flags) or _unsupported(shape, card, flags)
+        return _REFUSED, str(refused)
+    refusal = _indivisible(shape, flags.tensor_parallel_size or 1) or _ruled_out(shape, card, flags)
     if refusal:
-        return refusal
+        return _REFUSED, refusal
     ledger = prediction.ledger
     free = ledger.total_gib - ledger.context_gib
-    utilization = ledger.budget_gib / ledger.total_gib
     if free < ledger.budget_gib:
-        return (
+        utilization = ledger.budget_gib / ledger.total_gib
+        return _BUDGET, (
             f"Free memory on device cuda:0 ({free:.2f}/{ledger.total_gib:.2f} GiB) on startup is less than desired GPU "
             f"memory utilization ({utilization:g}, {ledger.budget_gib:.2f} GiB). Decrease GPU memory utilization or "
             "reduce GPU memory used by other processes."
         )
-    if ledger.weights_gib > free:
-        return f"CUDA out of memory while the weights load: {show_gib(ledger.weights_gib)} into {show_gib(free)}."
-    resident = ledger.consumed_gib or ledger.weights_gib + ledger.non_torch_gib
-    if resident + ledger.activation_gib > free:
-        return (
-            f"CUDA out of memory in the profiled step: {show_gib(ledger.activation_gib)} beside "
-            f"{show_gib(resident)} on {show_gib(free)}."
-        )
+    for stage in (each.ledger for each in prediction.stages):
+        resident = sum(stage.resident().values())
+        if stage.weights_gib > free:
+            return (
+                _MEMORY,
+                f"CUDA out of memory while the weights load: {show_gib(stage.weights_gib)} into {show_gib(free)}.",
+            )
+        if resident + stage.activation_gib > free:
+            return _MEMORY, (
+                f"CUDA out of memory in the profiled step: {show_gib(stage.activation_gib)} beside "
+                f"{show_gib(resident)} on {show_gib(free)}."
+            )
     pool = ledger.kv_cache_gib - _null_block(prediction, version)
     if pool <= 0 or prediction.kv_blocks < 1:
-        return (
+        return _POOL, (
             "No available memory for the cache blocks. Try increasing `gpu_memory_utilization` when initializing the "
             f"engine. {_SEE}"
         )
@@ -249,14 +308,17 @@ def failed_check(
         estimate = (
             f"Based on the available memory, the estimated maximum model length is {longest}. " if longest else ""
         )
-        return (
+        return _POOL, (
             f"To serve at least one request with the model's max seq len ({flags.max_model_len}), "
             f"({prediction.needed_gib:.2f} GiB KV cache is needed, which is larger than the available KV cache memory "
             f"({pool:.2f} GiB). {estimate}Try increasing `gpu_memory_utilization` or decreasing `max_model_len` when "
             f"initializing the engine. {_SEE}"
         )
-    if ledger.pool_given and resident + ledger.activation_gib + ledger.kv_cache_gib > free:
-        return f"CUDA out of memory while the KV cache is allocated: {show_gib(ledger.kv_cache_gib)} do not fit."
+    for stage in (each.ledger for each in prediction.stages):
+        if ledger.pool_given and sum(stage.resident().values()) + stage.activation_gib + stage.kv_cache_gib > free:
+            return _MEMORY, (
+                f"CUDA out of memory while the KV cache is allocated: {show_gib(stage.kv_cache_gib)} do not fit."
+            )
     return None
 
 
@@ -269,101 +331,224 @@ def _longest(shape: ModelShape, flags: ServeFlags, prediction: Prediction, versi
     return pages.longest(usable, flags.max_model_len, in_flight_tokens(flags, rules))
 
 
-def _unsupported(shape: ModelShape, card: Card, flags: ServeFlags) -> str | None:
-    """What the heads, or the card's compute capability, rule out (vllm/config/model.py, vllm/platforms/cuda.py)."""
-    heads, ranks = shape.num_attention_heads, flags.tensor_parallel_size or 1
+def _indivisible(shape: ModelShape, ranks: int) -> str | None:
+    """Why a model does not divide among the ranks of tensor parallelism.
+
+    Sources: vllm/config/model.py (0.33:1557-1564), vllm/distributed/utils.py (0.33:50-55, 135-155),
+    vllm/model_executor/layers/quantization/utils/fp8_utils.py (0.33:1318-1327). gpt-oss pads its experts.
+    """
+    heads, pairs = shape.num_attention_heads, shape.num_key_value_heads
     if heads % ranks:
         return f"Total number of attention heads ({heads}) must be divisible by tensor parallel size ({ranks})."
+    if not shape.latent and (pairs % ranks if pairs >= ranks else ranks % pairs):
+        return f"{max(pairs, ranks)} is not divisible by {min(pairs, ranks)} (KV heads and tensor parallel size)"
+    experts = shape.experts
+    widths = [] if experts and len(experts.layers) == shape.num_hidden_layers else [shape.intermediate_size]
+    if experts and shape.architecture != "GptOssForCausalLM":
+        widths += [experts.intermediate_size, experts.shared_size]
+    quantized = shape.quantization
+    for width in widths:
+        if width % ranks:
+            return f"{width} is not divisible by {ranks} (width of a layer and tensor parallel size)"
+        whole = quantized and (FP8_BLOCK if quantized.block else quantized.group_size)
+        if whole and ranks > 1 and width // ranks % whole:
+            return (
+                f"Weight input_size_per_partition = {width // ranks} is not divisible by {whole}: "
+                "tensor_parallel_size splits the layer into shards that are not a whole number of quantization groups."
+            )
+    return None
+
+
+def _ruled_out(shape: ModelShape, card: Card, flags: ServeFlags) -> str | None:
+    """What the card's compute capability, or the checkpoint's own quantization, rules out.
+
+    Sources: vllm/platforms/cuda.py (0.33:639-657), vllm/config/vllm.py (0.33:925-936), vllm/config/model.py
+    (0.33:1452-1462), vllm/v1/attention/backends/triton_attn.py (0.33:509-530) and flashinfer.py (0.33:690-703).
+    """
     capability = ".".join(map(str, card.compute_capability))
-    asked = flags.dtype if flags.dtype not in (None, "auto") else shape.dtype
-    if asked == "bfloat16" and flags.dtype not in (None, "auto") and card.compute_capability < (8, 0):
+    if flags.dtype == "bfloat16" and card.compute_capability < (8, 0):
         return (
-            "Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your GPU has compute "
-            f"capability {capability}. You can use float16 instead by explicitly setting the `dtype` flag in CLI, for "
-            "example: --dtype=half."
+            f"Bfloat16 is only supported on GPUs with compute capability of at least 8.0. Your {card.name} GPU has "
+            f"compute capability {capability}. You can use float16 instead by explicitly setting the `dtype` flag in "
+            "CLI, for example: --dtype=half."
         )
-    least = {"fp8": (7, 5), "awq": (7, 5), "gptq": (7, 0), "mxfp4": (8, 0), "bitsandbytes": (7, 0)}
-    method = shape.quantization.method if shape.quantization else flags.quantization
-    if method in least and card.compute_capability < least[method]:
+    own = shape.quantization
+    if own and flags.quantization and own.method not in flags.quantization.replace("_", "-"):
+        return (
+            f"Quantization method specified in the model config ({own.method}) does not match the quantization method "
+            f"specified in the `quantization` argument ({flags.quantization})."
+        )
+    method = own.method if own else flags.quantization
+    least = _LEAST_CAPABILITY.get(method, (0, 0))
+    if card.compute_capability < least:
         return (
             f"The quantization method {method} is not supported for the current GPU. Minimum capability: "
-            f"{least[method][0] * 10 + least[method][1]}. Current capability: {capability.replace('.', '')}."
+            f"{least[0] * 10 + least[1]}. Current capability: {capability.replace('.', '')}."
+        )
+    if reads_fp8(shape, card, flags.kv_cache_dtype or "auto") is False:
+        instead = "float16" if card.compute_capability < (8, 0) else "bfloat16"
+        return (
+            f"FP8 KV cache is not supported by the Triton attention backend on {card.name} (compute capability "
+            f"{capability}); native FP8 (fp8e4nv) requires SM89+. Re-run with --kv-cache-dtype {instead}."
         )
     return None
 
 
-def _starts(shape: ModelShape, card: Card, given: ServeFlags, version: Version, usage: str) -> float | None:
-    """The pool that such a server has, in GiB; None where it does not start."""
-    try:
-        _refuse(shape, given)
-        flags = resolved(shape, card, given, version, usage)
-        found = predict(shape, card.total_gib, flags, version)
-    except (FlagError, ShapeError):
+def reads_fp8(shape: ModelShape, card: Card, kv_cache_dtype: str) -> bool | None:
+    """Whether attention on this card reads such an fp8 KV cache; None for other data types.
+
+    From compute capability 8.9 on every backend does. From 8.0 on FlashInfer does, which vLLM installs: for heads of
+    64, 128, 256 or 512, without attention sinks or latent attention, and not scaled by token and head.
+    """
+    if not kv_cache_dtype.startswith("fp8"):
         return None
-    return None if failed_check(shape, card, flags, found, version) else found.ledger.kv_cache_gib
+    if card.compute_capability >= (8, 9):
+        return True
+    flashinfer = shape.head_dim in _FLASHINFER_HEADS and not shape.sinks and not shape.latent
+    return flashinfer and card.compute_capability >= (8, 0) and kv_cache_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")
 
 
-def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version, usage: str) -> list[Change]:
-    """For each flag that can help alone, the smallest change with which the server starts, the mildest flags first."""
+def _first(low: int, high: int, enough: Callable[[int], bool]) -> int | None:
+    """The first number from ``low`` to ``high`` that is enough, where each later one is; None where none is."""
+    if low > high or not enough(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if enough(middle) else (middle + 1, high)
+    return low
+
+
+def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version, usage: str, why: str) -> list[Change]:
+    """For each flag that can help alone, the smallest change with which the server starts, the mildest flags first.
+
+    ``why`` it fails now says in which direction a flag can help.
+    """
     now = resolved(shape, card, given, version, usage)
     share = given.gpu_memory_utilization or versions.rules_for(version).default_utilization
-
-    def pool(**flags) -> float | None:
-        return _starts(shape, card, given.with_(**flags), version, usage)
-
-    tried: list[tuple[str, object, list]] = []
-    if given.kv_cache_memory_bytes is None:
-        up = [round(share + _STEP * n, 2) for n in range(1, 100) if share + _STEP * n < 1]
-        down = [round(share - _STEP * n, 2) for n in range(1, 100) if share - _STEP * n > 0]
-        tried.append(("gpu_memory_utilization", share, [*up, *down]))
-    else:
-        sizes = [given.kv_cache_memory_bytes * n // 20 for n in (*range(19, 0, -1), *range(21, 81, 2))]
-        tried.append(("kv_cache_memory_bytes", given.kv_cache_memory_bytes, sizes))
-    longest = _largest(1, max(1, now.max_model_len - 1), lambda length: pool(max_model_len=length) is not None)
-    now_dtype = given.kv_cache_dtype or "auto"
-    steps = [*_halves(now.max_num_batched_tokens, 64), max(now.max_num_seqs, now.max_model_len)]
-    tried += [
-        ("max_model_len", now.max_model_len, [longest] if longest else []),
-        ("max_num_batched_tokens", now.max_num_batched_tokens, steps),
-        ("max_num_seqs", now.max_num_seqs, _halves(now.max_num_seqs, 1)),
-        ("kv_cache_dtype", now_dtype, ["fp8"] if now_dtype == "auto" else ["auto"]),
-        ("enforce_eager", False, [] if given.enforce_eager else [True]),
-        ("quantization", None, [] if shape.quantization or given.quantization else ["fp8"]),
-        (
-            "tensor_parallel_size",
-            now.tensor_parallel_size or 1,
-            [(now.tensor_parallel_size or 1) * n for n in (2, 4, 8)],
-        ),
-        ("cpu_offload_gb", given.cpu_offload_gb or 0, list(range(1, 65))),
-    ]
     found: list[Change] = []
-    for flag, before, values in tried:
-        for value in values:
-            left = pool(**{flag: value})
-            if left is not None:
-                found.append(Change(flag, before, value, left))
-                break
+
+    def outcome(**flags) -> tuple[str | None, float]:
+        """Why such a server fails, None where it starts, and its pool in GiB."""
+        asked = given.with_(**flags)
+        try:
+            _refuse(shape, asked)
+            full = resolved(shape, card, asked, version, usage)
+            predicted = predict(shape, card.total_gib, full, version, card.linked)
+        except (FlagError, ShapeError):
+            return _REFUSED, 0.0
+        failed = _failure(shape, card, full, predicted, version)
+        return (failed[0] if failed else None), predicted.ledger.kv_cache_gib
+
+    def starts(flag: str, value) -> bool:
+        return outcome(**{flag: value})[0] is None
+
+    def add(flag: str, before, value) -> bool:
+        """Keep the change if it lets the server start."""
+        if value is None:
+            return False
+        failed, pool = outcome(**{flag: value})
+        if failed is None:
+            found.append(Change(flag, before, value, pool))
+        return failed is None
+
+    def any_of(flag: str, before, values) -> None:
+        next((value for value in values if add(flag, before, value)), None)
+
+    def less(flag: str, before: int, least: int, step: int = 1) -> None:
+        """The largest value below ``before``, in whole steps, that starts."""
+        value = _largest(-(-least // step), (before - 1) // step, lambda count: starts(flag, count * step))
+        add(flag, before, None if value is None else value * step)
+
+    if why == _BUDGET:
+        place = _largest(1, math.ceil(share * _SHARE_STEPS) - 1, lambda n: outcome(
+            gpu_memory_utilization=n / _SHARE_STEPS)[0] != _BUDGET)  # fmt: skip
+        add("gpu_memory_utilization", share, place and place / _SHARE_STEPS)
+    elif why == _POOL and given.kv_cache_memory_bytes is None:
+        place = _first(math.floor(share * _SHARE_STEPS) + 1, _SHARE_STEPS, lambda n: outcome(
+            gpu_memory_utilization=n / _SHARE_STEPS)[0] != _POOL)  # fmt: skip
+        add("gpu_memory_utilization", share, place and place / _SHARE_STEPS)
+    if given.kv_cache_memory_bytes is not None:
+        bytes_, most = given.kv_cache_memory_bytes, int(card.total_gib * GIB)
+        if why == _POOL:
+            place = _first(bytes_ // BYTES_STEP + 1, most // BYTES_STEP, lambda n: outcome(
+                kv_cache_memory_bytes=n * BYTES_STEP)[0] != _POOL)  # fmt: skip
+            add("kv_cache_memory_bytes", bytes_, place and place * BYTES_STEP)
+        else:
+            less("kv_cache_memory_bytes", min(bytes_, most), BYTES_STEP, BYTES_STEP)
+    less("max_model_len", now.max_model_len, 1)
+    tokens, seqs, whole = now.max_num_batched_tokens, now.max_num_seqs, not now.enable_chunked_prefill
+    least = max(given.max_num_seqs or 1, now.max_model_len if whole else 1)
+    if tokens < least:
+        add("max_num_batched_tokens", tokens, least)
+    else:
+        less("max_num_batched_tokens", tokens, least, TOKENS_STEP)
+    less("max_num_seqs", seqs, 1)
+    if given.enable_chunked_prefill is False:
+        add("enable_chunked_prefill", False, True)
+    if given.block_size is not None:
+        any_of("block_size", given.block_size, [block_size(card, shape.uses_latent_attention, given.kv_cache_dtype)])
+    if given.num_gpu_blocks_override is not None:
+        before, most = given.num_gpu_blocks_override, _MOST // now.block_size
+        enough = _first(before + 1, most, lambda count: starts("num_gpu_blocks_override", count))
+        add("num_gpu_blocks_override", before, enough)
+    dtype = given.kv_cache_dtype or "auto"
+    add("kv_cache_dtype", dtype, "auto" if dtype != "auto" else "fp8")
+    if not given.enforce_eager:
+        add("enforce_eager", False, True)
+    if (given.dtype or "auto") in ("bfloat16", "float32"):
+        add("dtype", given.dtype, "half")
+    if given.quantization:
+        any_of("quantization", given.quantization, [shape.quantization.method] if shape.quantization else [])
+    elif not shape.quantization:
+        add("quantization", None, "fp8")
+    ranks, stages = given.tensor_parallel_size or 1, given.pipeline_parallel_size or 1
+    fewer = range(min(ranks, _MOST_RANKS + 1) - 1, 0, -1) if _indivisible(shape, min(ranks, _MOST)) else ()
+    more = range(ranks + 1, _MOST_RANKS + 1)
+    any_of("tensor_parallel_size", ranks, [n for n in (*fewer, *more) if not _indivisible(shape, n)])
+    any_of("pipeline_parallel_size", stages, range(stages + 1, min(_MOST_STAGES, shape.num_hidden_layers) + 1))
+    offloaded = given.cpu_offload_gb or 0
+    heaviest = math.ceil(max(weights.stage_gib(shape.served(given.dtype, given.quantization), ranks, stage)
+                             for stage in shape.stages(stages)))  # fmt: skip
+    add("cpu_offload_gb", offloaded, _first(
+        math.floor(offloaded) + 1, heaviest, lambda gib: starts("cpu_offload_gb", gib)))  # fmt: skip
     return found
 
 
-def _halves(value: int, least: int) -> list[int]:
-    found = []
-    while value // 2 >= least:
-        value //= 2
-        found.append(value)
-    return found
-
-
-def _warnings(card: Card, flags: ServeFlags, prediction: Prediction, version: Version) -> list[str]:
+def _warnings(
+    shape: ModelShape,
+    card: Card,
+    flags: ServeFlags,
+    prediction: Prediction,
+    version: Version,
+    failed: tuple[str, str] | None,
+) -> list[str]:
     said = []
+    ledger, ranks = prediction.ledger, flags.tensor_parallel_size or 1
     if not versions.validated(version):
         nearest = versions.rules_for(version).since
         said.append(
             f"not validated: no run of vLLM 0.{version[1]} is recorded; the rules are those from 0.{nearest[1]} on"
         )
+    elif ranks > 1 and version not in versions.RECORDED_PARALLEL:
+        said.append(
+            f"no run of vLLM 0.{version[1]} with tensor parallelism is recorded: what its collectives keep is taken "
+            "from other versions, and the band of non-torch memory is wide"
+        )
     if not card.source:
         said.append("the card's compute capability is not known: nothing is ruled out by it")
-    ledger = prediction.ledger
+    if len(prediction.stages) > 1:
+        said.append(
+            f"the terms are those of stage {prediction.tightest + 1} of {len(prediction.stages)}, which has room for "
+            "the fewest blocks: every stage takes as many"
+        )
+    low, high = prediction.bands.get("kv_cache", (ledger.kv_cache_gib,) * 2)
+    if failed is None and low < prediction.needed_gib:
+        said.append(
+            f"it is close: one request of full length needs {show_gib(prediction.needed_gib)}, and the pool may be as "
+            f"small as {show_gib(max(low, 0.0))}"
+        )
+    elif failed and failed[0] == _POOL and high >= prediction.needed_gib:
+        said.append(f"it is close: the pool may be as large as {show_gib(high)}")
     free = ledger.total_gib - ledger.context_gib - ledger.budget_gib
     if not ledger.pool_given and free < 1.0:
         said.append(
@@ -376,6 +561,13 @@ def _warnings(card: Card, flags: ServeFlags, prediction: Prediction, version: Ve
         said.append(
             f"the pool holds more than all requests together can fill ({reachable:,} tokens): it can be given in bytes"
         )
+    if card.compute_capability < (8, 0) and card.source:
+        said.append("FlashAttention needs compute capability 8.0: vLLM's Triton kernels take its place")
+    if reads_fp8(shape, card, flags.kv_cache_dtype or "auto") and card.compute_capability < (8, 9):
+        said.append("below compute capability 8.9 only FlashInfer reads an fp8 KV cache: it must be installed")
+    method = shape.quantization.method if shape.quantization else flags.quantization
+    if method == "bitsandbytes" and version >= versions.BITSANDBYTES_APART:
+        said.append("from vLLM 0.28 on bitsandbytes is a plugin of its own: install vllm-bnb-plugin")
     return said
 
 
@@ -392,37 +584,66 @@ def card_of(total_gib: float, capability: tuple[int, int] = (9, 0)) -> Card:
 
 def explain(found: Plan) -> list[tuple[str, str]]:
     """(number, the rule behind it) of a plan, in the order of the table."""
-    shape, flags, step = found.shape, found.flags, found.prediction.step
-    rules = versions.rules_for(found.version)
-    ranks = flags.tensor_parallel_size or 1
-    off_pool = found.prediction.ledger.graphs_subtracted
-    quantized = f", linear layers as {shape.quantization.method} stores them" if shape.quantization else ""
+    flags, step, ledger = found.flags, found.prediction.step, found.prediction.ledger
+    shape, rules = found.shape.served(flags.dtype, flags.quantization), versions.rules_for(found.version)
+    ranks, stages = flags.tensor_parallel_size or 1, len(found.prediction.stages)
+    shared = f", divided among {ranks} ranks" if ranks > 1 else ""
+    shared += f" and {stages} stages" if stages > 1 else ""
+    quantized = f", its linear layers as {shape.quantization.method} stores them" if shape.quantization else ""
+    offloaded = f"; {flags.cpu_offload_gb:g} GiB of it stay in host memory" if flags.cpu_offload_gb else ""
+    share = ledger.budget_gib / ledger.total_gib
+    used = "the pool's size is given, so the budget does not decide it" if ledger.pool_given else rules.source
     lines = [
-        ("budget", f"{found.card.total_gib:.2f} GiB × gpu_memory_utilization"),
+        (
+            "budget",
+            f"{ledger.total_gib:.2f} GiB × gpu_memory_utilization {share:.4g} (vllm/v1/worker/utils.py)",
+        ),
         (
             "weights",
-            f"{shape.parameters():,} parameters over {ranks} rank{'s' if ranks > 1 else ''}{quantized}, with the "
-            "tables of rotary embeddings, each large tensor up to the allocator's unit of 2 MiB "
-            "(vllm/model_executor/models, c10/cuda/CUDACachingAllocator.cpp)",
-        ),
-        (
-            "activation",
-            f"the larger of the forward pass ({show_gib(step.forward_gib)}: tokens of a step × width of a layer) and "
-            f"the sampler ({show_gib(step.sampler_gib)}: sequences × vocabulary); {rules.source}",
-        ),
-        ("cuda_graphs", f"by layers and captured sizes; {'' if off_pool else 'not '}taken off the pool"),
-        ("kv_cache", f"the budget less the terms above ({rules.source})"),
-        (
-            "kv_tokens",
-            f"blocks of {flags.block_size or 16} tokens; one request of {flags.max_model_len:,} tokens takes "
-            f"{show_gib(found.prediction.needed_gib)} (vllm/v1/core/kv_cache_planning.py)",
+            f"{shape.parameters():,} parameters in {shape.dtype}{quantized}{shared}; the tables of the rotary "
+            "embeddings; each large tensor rounded up to the allocator's unit of 2 MiB (vllm/model_executor/models, "
+            f"c10/cuda/CUDACachingAllocator.cpp){offloaded}",
         ),
     ]
+    rest = "CUDA's own, measured"
+    if ranks > 1:
+        value, low, high = rules.collectives_gib(_linked(found.card))
+        joined = "NVLink" if _linked(found.card) else "PCIe"
+        rest += f", and what the collectives keep over {joined}: {value:.2f} GiB, measured {low:.2f} to {high:.2f}"
     if rules.consumed:
-        rest = f"buffers of sequences × vocabulary, the experts' workspace ({show_gib(step.retained_gib)}), CUDA's own"
+        experts = f"; the experts' workspace, {show_gib(step.retained_gib)}" if shape.is_mixture else ""
+        buffers = "weights; buffers of max_num_seqs × vocabulary (vllm/v1/worker/gpu/sample/penalties.py)"
+        lines.append(("consumed", f"{buffers}{experts}; {rest}"))
     else:
-        rest = "measured: CUDA's own, and the collectives' buffers with tensor parallelism"
-    return [*lines[:2], ("non_torch", rest), *lines[2:]]
+        lines.append(("non_torch", rest))
+    larger = "forward pass" if step.forward_gib >= step.sampler_gib else "sampler"
+    images = f"; beside it the images of a step, {show_gib(step.vision_gib)}" if step.vision_gib else ""
+    lines.append(
+        (
+            "activation",
+            f"the profiled step's peak, here of the {larger}: forward pass {show_gib(step.forward_gib)} "
+            f"({flags.max_num_batched_tokens:,} tokens × width of a layer), sampler {show_gib(step.sampler_gib)} "
+            f"({flags.max_num_seqs:,} sequences × {shape.vocab_size:,} words){images} (profile_run in vllm/v1/worker)",
+        )
+    )
+    if ledger.cuda_graphs_estimated_gib is not None:
+        taken = "taken off the pool" if ledger.graphs_subtracted else "not taken off the pool, so it comes on top"
+        lines.append(("cuda_graphs", f"fitted to starts: layers × captured batch sizes; in this version {taken}"))
+    lines += [
+        ("kv_cache", f"the budget less the terms above; {used}" if not ledger.pool_given else used),
+        (
+            "kv_tokens",
+            f"{found.prediction.kv_blocks:,} blocks of {flags.block_size} tokens; one request of "
+            f"{flags.max_model_len:,} tokens takes {show_gib(found.prediction.needed_gib)} "
+            "(vllm/v1/core/kv_cache_planning.py)",
+        ),
+        ("context", "what CUDA takes before vLLM looks, measured on an H200; outside the budget"),
+    ]
+    return lines
+
+
+def _linked(card: Card) -> bool:
+    return joined(card.total_gib, card.linked)
 
 
 def with_capability(card: Card, capability: tuple[int, int]) -> Card:

@@ -71,14 +71,28 @@ def _kept(patterns) -> frozenset[tuple[int | None, str]]:
     return frozenset(found)
 
 
+def _checked(found: Quantization) -> Quantization:
+    """Refuse bits and groups that no method has.
+
+    Raises:
+        ShapeError: naming the value.
+    """
+    for name, value, known in (("bits", found.bits, range(1, 17)), ("group_size", found.group_size, range(1, 1 << 20))):
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value not in known):
+            raise ShapeError(f"config.json has a quantization_config with {name} {value!r:.60}: give the model's own")
+    return found
+
+
 def from_config(given: Mapping | None) -> Quantization | None:
     """``Quantization`` from the ``quantization_config`` of a ``config.json``; None where there is none.
 
     Raises:
         ShapeError: for a method whose layout is not counted here.
     """
-    if not given:
-        return None
+    return _checked(_read(given)) if given else None
+
+
+def _read(given: Mapping) -> Quantization:
     method = str(given.get("quant_method") or "?").lower()
     keep = given.get("modules_to_not_convert") or given.get("ignored_layers") or given.get("ignore")
     kept = _kept(keep)

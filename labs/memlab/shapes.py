@@ -1,5 +1,6 @@
 """``ModelShape``: what memory depends on in a model's ``config.json``, and the shapes that the labs use."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 
@@ -87,7 +88,8 @@ class ModelShape(Layers):
     ``bias`` is that of the query, key and value projections (Qwen2 has one, Llama has none). ``sliding_window`` is how
     many tokens back a layer of ``layer_types`` "sliding" looks, ``attention_chunk_size`` the same for "chunked".
     ``rotary_positions`` is how many rows of ``rotary_dim`` the rotary embeddings' tables have. ``max_model_len`` is the
-    longest request that vLLM allows by default.
+    longest request that vLLM allows by default. ``stage_layers`` are the layers of each stage of a pipeline, where
+    VLLM_PP_LAYER_PARTITION gives them.
     """
 
     architecture: str
@@ -112,6 +114,7 @@ class ModelShape(Layers):
     latent: Latent | None = None
     quantization: Quantization | None = None
     vision: Vision | None = None
+    stage_layers: tuple[int, ...] | None = None
     config: Mapping[str, object] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -162,7 +165,8 @@ class ModelShape(Layers):
         return self.kv_heads(tensor_parallel_size) * int(2 * self.head_dim * size + scales)
 
     def _kv_element(self, kv_cache_dtype: str) -> float:
-        known = {**DTYPE_BYTES, "fp8_ds_mla": 1, "int8_per_token_head": 1, "fp8_per_token_head": 1}
+        known = {**DTYPE_BYTES, "fp8_ds_mla": 1, "int8_per_token_head": 1, "fp8_per_token_head": 1,
+                 "int4_per_token_head": 0.5}  # fmt: skip
         dtype = self.dtype if kv_cache_dtype == "auto" else kv_cache_dtype
         if dtype not in known:
             raise ShapeError(f"no size is known for kv_cache_dtype {dtype!r}: use one of auto, {', '.join(known)}")
@@ -280,13 +284,36 @@ class ModelShape(Layers):
         """(first, end) layers of each stage; what does not divide goes to the stages before the last.
 
         Source: vllm/distributed/utils.py, ``get_pp_indices`` (0.33:198-245).
+
+        Raises:
+            ShapeError: where ``stage_layers`` are not this many, or not all layers.
         """
-        share, rest = divmod(self.num_hidden_layers, pipeline_parallel_size)
-        sizes = [share] * pipeline_parallel_size
-        for number in range(2, rest + 2):
-            sizes[-number] += 1
+        if self.stage_layers and pipeline_parallel_size > 1:
+            sizes = self.stage_layers
+            if len(sizes) != pipeline_parallel_size or sum(sizes) != self.num_hidden_layers or min(sizes) < 1:
+                raise ShapeError(
+                    f"VLLM_PP_LAYER_PARTITION {','.join(map(str, sizes))} must give each of {pipeline_parallel_size} "
+                    f"stages its layers, {self.num_hidden_layers} in all"
+                )
+        else:
+            share, rest = divmod(self.num_hidden_layers, pipeline_parallel_size)
+            sizes = [share] * pipeline_parallel_size
+            for number in range(2, rest + 2):
+                sizes[-number] += 1
         ends = [sum(sizes[: number + 1]) for number in range(pipeline_parallel_size)]
         return [(end - size, end) for end, size in zip(ends, sizes, strict=True)]
+
+    def partitioned(self, layers: str | None) -> "ModelShape":
+        """The shape with the stages that VLLM_PP_LAYER_PARTITION gives, such as ``9,10,9``; None leaves it.
+
+        Raises:
+            ShapeError: where that is no list of whole numbers.
+        """
+        if not layers:
+            return self
+        if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", layers):
+            raise ShapeError(f"VLLM_PP_LAYER_PARTITION {layers!r:.60}: give the layers of each stage, such as 9,10,9")
+        return replace(self, stage_layers=tuple(map(int, layers.split(","))))
 
     def served(self, dtype: str | None = None, quantize: str | None = None) -> "ModelShape":
         """The shape as ``--dtype`` and ``--quantization`` change it; ``auto`` and None leave it.
@@ -367,8 +394,12 @@ def from_config(config: Mapping) -> ModelShape:
     Raises:
         ShapeError: for an architecture that this module does not count, or a missing field.
     """
-    architecture = (config.get("architectures") or ["?"])[0]
-    text = config.get("text_config") or config.get("llm_config") or config
+    if not isinstance(config, Mapping):
+        raise ShapeError("config.json is no object of fields: give the file of the model itself, whole")
+    names = config.get("architectures")
+    architecture = names[0] if isinstance(names, list) and names and isinstance(names[0], str) else "?"
+    text = next((config[key] for key in ("text_config", "llm_config") if config.get(key)), config)
+    _check_kinds({"config": config, "text_config": text})
     if architecture not in _FAMILIES:
         state = [key for key in text if any(word in key for word in _STATE_SPACE)]
         why = f" (it keeps a state besides the KV cache: {state[0]})" if state else ""
@@ -380,8 +411,61 @@ def from_config(config: Mapping) -> ModelShape:
         return _read(architecture, config, _whole(text, architecture))
     except KeyError as missing:
         raise ShapeError(f"config.json has no {missing}: give the file of the model itself, whole") from missing
-    except (TypeError, ValueError, AttributeError, ZeroDivisionError) as wrong:
+    except (TypeError, ValueError, AttributeError, ArithmeticError, IndexError) as wrong:
         raise ShapeError(f"config.json has a field of another kind than expected ({wrong})") from wrong
+
+
+# Fields by what they must be; a field that is absent or null is left to its default. (least, most) of whole numbers.
+_SIZES = dict.fromkeys(
+    (
+        "hidden_size", "intermediate_size", "intermediate_size_mlp", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "vocab_size", "max_position_embeddings", "attention_chunk_size", "num_local_experts",
+        "num_experts", "n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "decoder_sparse_step",
+        "moe_layer_freq", "interleave_moe_layer_step", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+        "original_max_position_embeddings", "sliding_window_pattern", "_sliding_window_pattern", "patch_size",
+        "image_size", "mm_tokens_per_image", "spatial_merge_size", "projector_input_dim", "projector_output_dim",
+        "vision_output_dim", "init_pos_emb_height", "init_pos_emb_width",
+    ),
+    (1, 1 << 31),
+)  # fmt: skip
+_SIZES |= dict.fromkeys(
+    ("kv_lora_rank", "q_lora_rank", "sliding_window", "shared_expert_intermediate_size", "n_shared_experts",
+     "first_k_dense_replace"), (0, 1 << 31),
+)  # fmt: skip
+_SIZES |= {"num_hidden_layers": (1, 4096)}
+_FRACTIONS = ("partial_rotary_factor", "factor", "pixel_shuffle_ratio")
+_LISTS = {"layer_types": str, "mlp_only_layers": int, "no_rope_layers": int}
+_OBJECTS = ("text_config", "llm_config", "vision_config", "quantization_config", "rope_scaling", "rope_parameters")
+
+
+def _check_kinds(objects: Mapping[str, Mapping]) -> None:
+    """Refuse a field that is of another kind than its name says, by its name.
+
+    Raises:
+        ShapeError: for the first such field of these objects, or of those in them.
+    """
+    for where, held in objects.items():
+        if not isinstance(held, Mapping):
+            raise ShapeError(f"config.json has {where} {held!r:.60}: it must be an object of fields")
+        for name, value in held.items():
+            if value is None:
+                continue
+            if name in _SIZES:
+                least, most = _SIZES[name]
+                if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+                    raise ShapeError(
+                        f"config.json has {name} {value!r:.60}: it must be a whole number from {least} to {most:,}"
+                    )
+            elif name in _FRACTIONS:
+                if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e6:
+                    raise ShapeError(f"config.json has {name} {value!r:.60}: it must be a number above 0")
+            elif name in _LISTS:
+                kind = _LISTS[name]
+                if not isinstance(value, list) or not all(isinstance(one, kind) for one in value):
+                    words = {str: "names", int: "whole numbers"}[kind]
+                    raise ShapeError(f"config.json has {name} {value!r:.60}: it must be a list of {words}")
+            elif name in _OBJECTS and name != where:
+                _check_kinds({name: value})
 
 
 # What the class of a configuration fills in where a published file leaves it out (transformers).
@@ -393,15 +477,13 @@ _DEFAULTS = {
 
 
 def _whole(text: Mapping, architecture: str) -> Mapping:
-    return {**_DEFAULTS.get(architecture, {}), **text}
+    stated = {name: value for name, value in text.items() if value is not None}
+    return {**_DEFAULTS.get(architecture, {}), **stated}
 
 
 def _read(architecture: str, config: Mapping, text: Mapping) -> ModelShape:
     family, heads = _FAMILIES[architecture], text["num_attention_heads"]
     layers, hidden = text["num_hidden_layers"], text["hidden_size"]
-    for name in ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        if not isinstance(text[name], int) or text[name] < 1:
-            raise ShapeError(f"config.json has {name} {text[name]!r}: it must be a whole number from 1 on")
     latent = _read_latent(text) if text.get("kv_lora_rank") else None
     head_dim = text.get("head_dim") or hidden // heads
     if latent:
@@ -414,6 +496,9 @@ def _read(architecture: str, config: Mapping, text: Mapping) -> ModelShape:
     kinds = _kinds(architecture, text, layers, window, chunk)
     own = next((text.get(key) or config.get(key) for key in ("dtype", "torch_dtype")
                 if text.get(key) or config.get(key)), "float16")  # fmt: skip
+    own = str(own).removeprefix("torch.")
+    if own not in ("float32", "float16", "bfloat16"):
+        raise ShapeError(f"config.json has dtype {own!r:.60}: weights are counted in float32, float16 or bfloat16")
     partial = text.get("partial_rotary_factor", 1.0)
     llama_bias = bool(text.get("attention_bias")) and latent is None
     layers_have = {each.name: getattr(family, each.name) for each in fields(Layers)}
@@ -429,8 +514,8 @@ def _read(architecture: str, config: Mapping, text: Mapping) -> ModelShape:
         head_dim=head_dim,
         vocab_size=text["vocab_size"],
         max_position_embeddings=length,
-        tie_word_embeddings=text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied)),
-        dtype=str(own).removeprefix("torch."),
+        tie_word_embeddings=bool(text.get("tie_word_embeddings", config.get("tie_word_embeddings", family.tied))),
+        dtype=own,
         bias=family.qkv_bias or llama_bias,
         sliding_window=window if SLIDING in kinds else None,
         attention_chunk_size=chunk if CHUNKED in kinds else None,

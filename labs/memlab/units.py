@@ -69,9 +69,9 @@ def parse_count(text: str) -> int:
     match = _HUMAN_READABLE.fullmatch(text)
     if match:
         number, suffix = match.groups()
-        if suffix in _DECIMAL:
+        if suffix in _DECIMAL and len(number) < 300:
             return int(float(number) * _DECIMAL[suffix])
-        if "." not in number:
+        if suffix in _BINARY and "." not in number:
             return int(number) * _BINARY[suffix]
     elif re.fullmatch(r"-?\d+", text):
         return int(text)
