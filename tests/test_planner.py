@@ -12,8 +12,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab import cards, configs, kv_layout, ledger, planner, quantization, shapes, sweep, versions, weights
-from memlab.errors import FlagError, ShapeError
+from memlab import (
+    cards,
+    configs,
+    kv_layout,
+    ledger,
+    plan_report,
+    planner,
+    quantization,
+    shapes,
+    sweep,
+    versions,
+    weights,
+)
+from memlab.errors import FlagError, MemlabError, ShapeError
 from memlab.flags import ServeFlags, resolve
 from memlab.shapes import LAB_MODELS
 from memlab.units import GIB, MIB
@@ -184,17 +196,217 @@ def test_a_larger_card_never_stops_what_a_smaller_one_starts(name, size, more):
     assert second.starts or not first.starts
 
 
-@settings(max_examples=25, deadline=None)
-@given(MODELS, st.floats(8, 48), st.sampled_from([4096, 8192, 32768]))
-def test_each_change_lets_it_start_and_the_step_before_does_not(name, size, length):
-    shape, card = LAB_MODELS[name], planner.card_of(size)
-    asked = ServeFlags(max_model_len=min(length, shape.max_model_len))
+# Of each flag whose smallest change is sought by steps: the value one step milder than a change to ``to``.
+MILDER = {
+    "gpu_memory_utilization": lambda to, before: round(to + (0.01 if to < before else -0.01), 2),
+    "kv_cache_memory_bytes": lambda to, before: to + (planner.BYTES_STEP if to < before else -planner.BYTES_STEP),
+    "max_model_len": lambda to, before: to + 1,
+    "max_num_batched_tokens": lambda to, before: to + planner.TOKENS_STEP if to < before else to - 1,
+    "max_num_seqs": lambda to, before: to + 1,
+    "cpu_offload_gb": lambda to, before: to - 1,
+    "num_gpu_blocks_override": lambda to, before: to - 1,
+}
+TRIED = st.fixed_dictionaries(
+    {"max_model_len": st.sampled_from([2048, 8192, 32768])},
+    optional={
+        "gpu_memory_utilization": st.sampled_from([0.3, 0.5, 0.72, 0.9, 0.97, 0.99]),
+        "max_num_seqs": st.sampled_from([8, 256, 4096]),
+        "max_num_batched_tokens": st.sampled_from([64, 2048, 65536]),
+        "kv_cache_memory_bytes": st.sampled_from([1 << 20, 1 << 30, 40 << 30]),
+        "tensor_parallel_size": st.sampled_from([2, 3]),
+        "pipeline_parallel_size": st.just(2),
+        "num_gpu_blocks_override": st.sampled_from([1, 100]),
+        "enable_chunked_prefill": st.just(False),
+        "kv_cache_dtype": st.just("fp8"),
+    },
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(MODELS, st.sampled_from([8, 14.58, 23.58, 44.42, 79.11]), TRIED)
+def test_each_change_lets_it_start_and_the_step_before_does_not(name, size, tried):
+    shape, card = LAB_MODELS[name], replace(planner.card_of(size), linked=False)
+    asked = ServeFlags(**tried | {"max_model_len": min(tried["max_model_len"], shape.max_model_len)})
     found = planner.plan(shape, card, asked)
     assert bool(found.changes) <= (not found.starts)
     for change in found.changes:
         assert planner.plan(shape, card, asked.with_(**{change.flag: change.to})).starts
-        if change.flag == "max_model_len":
-            assert not planner.plan(shape, card, asked.with_(max_model_len=change.to + 1)).starts
+        if change.flag in MILDER:
+            milder = MILDER[change.flag](change.to, change.from_)
+            if min(change.from_, change.to) < milder < max(change.from_, change.to):
+                assert not planner.plan(shape, card, asked.with_(**{change.flag: milder})).starts, change
+
+
+SIZES = st.fixed_dictionaries(
+    {
+        "max_model_len": st.integers(64, 4096),
+        "max_num_batched_tokens": st.integers(64, 8192),
+        "max_num_seqs": st.integers(1, 64),
+        "gpu_memory_utilization": st.floats(0.5, 0.9),
+        "enforce_eager": st.booleans(),
+    }
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(MODELS, st.sampled_from([(0, 19), (0, 22), (0, 26), (0, 33)]), SIZES, st.integers(1, 4096))
+def test_a_flag_moves_the_pool_in_one_direction(name, version, sizes, more):
+    def predicted(**changed):
+        return ledger.predict(LAB_MODELS[name], 139.8, resolve(ServeFlags(**sizes | changed), 8192, 64, 8192), version)
+
+    base = predicted()
+    pool, tokens = base.ledger.kv_cache_gib, base.kv_tokens
+    assert predicted(gpu_memory_utilization=0.95).kv_tokens >= tokens
+    assert predicted(max_num_batched_tokens=sizes["max_num_batched_tokens"] + more).ledger.kv_cache_gib <= pool
+    assert predicted(max_num_seqs=sizes["max_num_seqs"] + more).ledger.kv_cache_gib <= pool
+    longer = predicted(max_model_len=sizes["max_model_len"] + more)
+    assert longer.needed_gib >= base.needed_gib and longer.ledger.kv_cache_gib <= pool
+    assert predicted(enforce_eager=True).ledger.kv_cache_gib >= pool
+    assert predicted(kv_cache_dtype="fp8").kv_tokens >= tokens
+    assert predicted(cpu_offload_gb=1.0).ledger.kv_cache_gib >= pool
+    assert predicted(pipeline_parallel_size=2).stages[0].ledger.weights_gib <= base.ledger.weights_gib
+
+
+# ---- more than one GPU ----
+
+
+def test_the_stage_with_the_fewest_blocks_decides():
+    shape, flags = LAB_MODELS["qwen2.5-7b"], ServeFlags(max_model_len=4096, pipeline_parallel_size=3)
+    found = planner.plan(shape, RTX_3090, flags)
+    stages = found.prediction.stages
+    assert found.prediction.kv_blocks == min(stage.blocks for stage in stages)
+    assert found.prediction.ledger == stages[found.prediction.tightest].ledger
+    assert stages[0].ledger.weights_gib > stages[1].ledger.weights_gib - 1, "the first has the embeddings"
+    assert any("stage 2 of 3" in warning for warning in found.warnings)
+
+
+def test_stages_given_by_the_variable_are_taken_and_named_in_the_command():
+    shape, flags = LAB_MODELS["qwen2.5-7b"], ServeFlags(max_model_len=4096, pipeline_parallel_size=2)
+    uneven = planner.plan(shape.partitioned("20,8"), RTX_3090, flags)
+    even = planner.plan(shape, RTX_3090, flags)
+    assert uneven.prediction.kv_blocks < even.prediction.kv_blocks
+    assert uneven.command().startswith("VLLM_PP_LAYER_PARTITION=20,8 vllm serve")
+    with pytest.raises(ShapeError, match="28 in all"):
+        planner.plan(shape.partitioned("20,9"), RTX_3090, flags)
+    with pytest.raises(ShapeError, match="9,10,9"):
+        shape.partitioned("all")
+
+
+def test_collectives_take_more_where_nvlink_joins_the_gpus():
+    flags = {"max_model_len": 4096, "tensor_parallel_size": 2}
+    nvlink, pcie = (
+        planned("llama-3.1-8b", replace(H200, linked=linked), **flags).prediction for linked in (True, False)
+    )
+    assert nvlink.ledger.consumed_gib - pcie.ledger.consumed_gib == pytest.approx(1.7)
+    width = {prediction.bands["consumed"][1] - prediction.bands["consumed"][0] for prediction in (nvlink, pcie)}
+    alone = planned("llama-3.1-8b", max_model_len=4096).prediction.bands["consumed"]
+    assert min(width) > alone[1] - alone[0], "what no record of this version has is not narrow"
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "words"),
+    [
+        ("qwen2.5-7b", 8, "Total number of attention heads (28) must be divisible"),
+        ("qwen2.5-0.5b", 7, "is not divisible by"),
+        ("qwen2.5-7b-awq", 4, None),
+        ("qwen2.5-7b-gptq", 14, "not divisible"),
+        ("deepseek-v2-lite-12-layers", 16, None),
+        ("gpt-oss-20b", 8, None),
+    ],
+)
+def test_a_model_that_does_not_divide_among_the_ranks_is_refused(name, ranks, words):
+    failed = planned(name, max_model_len=4096, tensor_parallel_size=ranks).failed_check
+    assert failed is None if words is None else words in failed
+
+
+# ---- what a card can do ----
+
+
+@pytest.mark.parametrize(
+    ("name", "capability", "dtype", "reads"),
+    [
+        ("llama-3.1-8b", (7, 5), "fp8", False),
+        ("llama-3.1-8b", (8, 6), "fp8", True),  # FlashInfer
+        ("llama-3.1-8b", (8, 6), "fp8_e5m2", True),
+        ("llama-3.1-8b", (8, 6), "fp8_per_token_head", False),  # Triton alone
+        ("llama-3.1-8b", (8, 6), "int8_per_token_head", True),
+        ("gpt-oss-20b", (8, 6), "fp8", False),  # attention sinks
+        ("deepseek-v2-lite-12-layers", (8, 0), "fp8", False),  # latent attention
+        ("deepseek-v2-lite-12-layers", (8, 9), "fp8", True),
+    ],
+)
+def test_an_fp8_kv_cache_is_refused_only_where_no_backend_reads_it(name, capability, dtype, reads):
+    card = replace(H200, compute_capability=capability)
+    failed = planned(name, card, max_model_len=4096, kv_cache_dtype=dtype).failed_check or ""
+    assert ("FP8 KV cache is not supported" in failed) is not reads
+
+
+@pytest.mark.parametrize(
+    ("name", "flags", "capability", "words"),
+    [
+        ("gpt-oss-20b", {}, (7, 5), "mxfp4 is not supported"),
+        ("qwen2.5-7b-awq", {}, (7, 0), "awq is not supported"),
+        ("qwen2.5-7b-gptq", {}, (7, 0), None),
+        ("llama-3.1-8b", {"quantization": "fp8"}, (7, 0), "Minimum capability: 75. Current capability: 70"),
+        ("qwen2.5-7b-awq", {"quantization": "fp8"}, (9, 0), "(awq) does not match"),
+        ("qwen2.5-7b-awq", {"quantization": "awq_marlin"}, (9, 0), None),
+    ],
+)
+def test_quantizations_need_their_capability_and_the_checkpoints_own_method(name, flags, capability, words):
+    failed = planned(name, replace(H200, compute_capability=capability), max_model_len=4096, **flags).failed_check
+    assert failed is None if words is None else words in failed
+
+
+def test_least_capabilities_are_vllms_own():
+    quantization_module = pytest.importorskip("vllm.model_executor.layers.quantization")
+    ours = {"fp8": "fp8", "awq": "awq", "gptq": "gptq", "mxfp4": "mxfp4"}
+    for method, theirs in ours.items():
+        least = quantization_module.get_quantization_config(theirs).get_min_capability()
+        assert planner._LEAST_CAPABILITY[method] == divmod(least, 10), method
+
+
+def test_bitsandbytes_is_said_to_be_a_plugin_from_the_version_on_in_which_it_is():
+    said = [any("vllm-bnb-plugin" in warning for warning in planned(
+        "llama-3.1-8b", version=version, max_model_len=4096, quantization="bitsandbytes").warnings)
+        for version in ((0, 27), (0, 28))]  # fmt: skip
+    assert said == [False, True]
+
+
+# ---- anything one may give ----
+
+ODD = st.one_of(
+    st.none(), st.booleans(), st.integers(-2, 200), st.sampled_from([1e400, float("nan"), 10**30, 10**400, 1.5, -1]),
+    st.text(max_size=3), st.lists(st.integers(0, 3), max_size=2), st.dictionaries(st.text(max_size=2), st.integers()),
+)  # fmt: skip
+NUMBERS = st.one_of(st.integers(-2, 1 << 33), st.sampled_from([0, 1, 16, 17, 10**30]))
+ANY_FLAGS = st.fixed_dictionaries(
+    {},
+    optional={
+        "max_model_len": NUMBERS, "max_num_batched_tokens": NUMBERS, "max_num_seqs": NUMBERS, "block_size": NUMBERS,
+        "tensor_parallel_size": st.integers(-1, 20), "pipeline_parallel_size": st.integers(-1, 50),
+        "gpu_memory_utilization": st.floats(), "cpu_offload_gb": st.floats(), "kv_cache_memory_bytes": NUMBERS,
+        "num_gpu_blocks_override": NUMBERS, "max_cudagraph_capture_size": NUMBERS,
+        "kv_cache_dtype": st.sampled_from(["fp8", "nf4", "", "fp8_ds_mla", "int4_per_token_head"]),
+        "dtype": st.sampled_from(["half", "float32", "fp4"]), "quantization": st.sampled_from(["fp8", "gptq", "x"]),
+        "enforce_eager": st.booleans(), "enable_chunked_prefill": st.booleans(),
+    },
+)  # fmt: skip
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.data(), st.sampled_from(sorted({**CONFIGS, **configs.PLANNER_CONFIGS})), ANY_FLAGS, st.floats())
+def test_anything_is_planned_or_refused_with_words(data, name, flags, size):
+    config = dict({**CONFIGS, **configs.PLANNER_CONFIGS}[name])
+    for field in data.draw(st.lists(st.sampled_from(sorted(config)), max_size=3)):
+        config[field] = data.draw(ODD)
+    try:
+        found = planner.plan(shapes.from_config(config), planner.card_of(size), ServeFlags(**flags))
+    except MemlabError as refused:
+        assert len(str(refused)) > 20
+    else:
+        json.dumps(found.to_dict(), allow_nan=False)
+        assert plan_report.text(found, explained=True)
+        assert found.starts or len(found.failed_check) > 20
 
 
 def test_what_only_a_version_does_is_told_apart():
@@ -359,6 +571,24 @@ def test_the_command_shows_table_line_and_rules(config):
     assert done.returncode == 0
     for words in ("GPU KV cache size:", "kv_cache", "vllm serve MODEL", "--max-model-len 8192", "8,030,261,248"):
         assert words in done.stdout
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert "\x1b" not in done.stdout, "no colours, on a terminal or in a pipe"
+
+
+@pytest.mark.parametrize("model", ["llama-3.1-8b", "gpt-oss-20b"])
+@pytest.mark.parametrize("version", [(0, 19), (0, 26), (0, 33)])
+def test_every_number_of_the_table_has_its_rule(model, version):
+    found = planned(model, version=version, max_model_len=8192, tensor_parallel_size=2)
+    rules = dict(planner.explain(found))
+    assert set(found.prediction.ledger.budget_terms()) - {"cuda_graphs_estimated"} <= set(rules)
+    assert all(len(rule) > 20 for rule in rules.values())
+
+
+def test_a_terminal_without_these_characters_gets_the_plan_all_the_same(config):
+    code = f"import sys; sys.path.insert(0, {str(ROOT / 'labs')!r}); from memlab import cli; sys.exit(cli.main())"
+    command = [sys.executable, "-S", "-c", code, "plan", "--config", config, "--card", "H200"]
+    done = subprocess.run(command, capture_output=True, text=True, env={"PYTHONIOENCODING": "ascii"})
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -384,6 +614,20 @@ def test_bad_input_gets_an_error_that_says_what_to_do(config, words, message):
 
 def grid(name: str) -> list[sweep.Setting]:
     return [sweep.from_dict(entry) for entry in json.loads((ROOT / "labs" / "grids" / f"{name}.json").read_text())]
+
+
+def test_the_halves_hold_each_family_that_is_recorded_and_both_are_of_every_kind():
+    halves = json.loads((DATA / "split.json").read_text())
+    names = [row["model"].rsplit("/", 1)[1].lower().removeprefix("meta-") for row in ROWS]
+    names += [setting.model for setting in grid("planner")]
+    assert all(any(name.startswith(family) for family in halves) for name in names)
+    held_out = [setting for setting in grid("planner") if halves[max(
+        (family for family in halves if setting.model.startswith(family)), key=len)] == "held out"]  # fmt: skip
+    shapes_ = {LAB_MODELS[setting.model] for setting in held_out}
+    assert 0.3 < len(held_out) / len(grid("planner")) < 0.6
+    assert (
+        {True, False} == {shape.is_mixture for shape in shapes_} == {len(set(shape.kinds())) > 1 for shape in shapes_}
+    )
 
 
 def test_the_grid_holds_forty_starts_of_a_dozen_shapes_that_the_planner_says_start():

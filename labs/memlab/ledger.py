@@ -185,6 +185,7 @@ def weights_gib(shape: ModelShape, tensor_parallel_size: int = 1) -> float:
 HYBRID_OFF, ASYNC_OFF = "--disable-hybrid-kv-cache-manager", "--no-async-scheduling"  # read from what is passed on
 _CONTEXT_GIB = (0.70, 0.35, 1.00)  # H200, CUDA 13; the band covers other cards
 _LINKED_FROM_GIB = 70
+_GRAPHS_SPREAD = (0.6, 1.75)  # of their estimate, over the starts of 0.19.0: vLLM captures a few and multiplies
 
 
 def _stage(
@@ -226,7 +227,7 @@ def _stage(
     terms["activation"] = activation
     bands["activation"] = (activation - slack, activation + slack)
     if graphs is not None:
-        bands["cuda_graphs_estimated"] = (0.4 * graphs, 2.0 * graphs)
+        bands["cuda_graphs_estimated"] = tuple(factor * graphs for factor in _GRAPHS_SPREAD)
     taken = {name: value for name, value in terms.items() if name != "weights" or not rules.consumed}
     if subtracted:
         taken["cuda_graphs_estimated"] = graphs
