@@ -414,8 +414,47 @@ def test_what_only_a_version_does_is_told_apart():
     old, new = (planned("llama-3.1-8b", version=version, **flags).prediction.ledger for version in ((0, 19), (0, 33)))
     assert (old.graphs_subtracted, new.graphs_subtracted) == (False, True)
     assert (old.consumed_gib, new.non_torch_gib) == (None, None)
-    assert planned("llama-3.1-8b", version=(0, 22)).flags.gpu_memory_utilization is None
-    assert planned("llama-3.1-8b", version=(0, 22)).prediction.ledger.budget_gib == pytest.approx(0.9 * 139.8)
+    assert old.budget_gib == new.budget_gib == pytest.approx(0.5 * 139.8)
+
+
+def planned_as(version, model="llama-3.1-8b", **flags) -> planner.Plan:
+    return planned(model, version=version, **{"max_model_len": 8001, "max_num_seqs": 64} | flags)
+
+
+# From the source of these versions: vllm/config/cache.py, vllm/envs.py and vllm/config/vllm.py, vllm/v1/worker/
+# gpu_worker.py and gpu/model_runner.py, vllm/v1/core/kv_cache_utils.py, vllm/engine/arg_utils.py.
+@pytest.mark.parametrize(
+    ("changed", "before", "after", "what"),
+    [
+        ((0, 20), 0.9, 0.92, lambda plan: round(plan.prediction.ledger.budget_gib / 139.8, 3)),
+        ((0, 20), False, True, lambda plan: plan.prediction.ledger.graphs_subtracted),
+        ((0, 21), True, False, lambda plan: plan.prediction.kv_tokens % 16 == 0),
+        ((0, 23), True, False, lambda plan: plan.prediction.ledger.graphs_subtracted),  # its runner has no estimate
+        ((0, 27), False, True, lambda plan: plan.prediction.ledger.consumed_gib is not None),
+        ((0, 29), False, True, lambda plan: plan.prediction.ledger.graphs_subtracted),
+        ((0, 29), False, True, lambda plan: versions.rules_for(plan.version).null_block),
+    ],
+)
+def test_a_rule_changes_in_the_version_whose_source_changed(changed, before, after, what):
+    previous = (0, changed[1] - 1)
+    assert (what(planned_as(previous)), what(planned_as(changed))) == (before, after)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "mixture", "second_from"),
+    [("Qwen3ForCausalLM", False, 22), ("LlamaForCausalLM", False, 23), ("DeepseekV2ForCausalLM", True, 24),
+     ("Gemma2ForCausalLM", False, 25), ("MixtralForCausalLM", True, 29)],
+)  # fmt: skip
+def test_models_moved_to_the_second_runner_by_version(architecture, mixture, second_from):
+    runners = [versions.rules_for((0, minor)).runner(architecture, mixture) for minor in range(19, 34)]
+    assert runners == ["V1"] * (second_from - 19) + ["V2"] * (34 - second_from)
+
+
+def test_the_largest_cards_got_defaults_of_their_own_in_0_28():
+    assert [cards.batch_defaults(178.0, "NVIDIA B200", (0, minor)) for minor in (27, 28)] == [
+        (8192, 1024),
+        (16384, 1024),
+    ]
 
 
 def test_a_version_without_records_says_so():
@@ -470,6 +509,9 @@ def test_auto_takes_the_longest_request_that_fits():
     found = planned("llama-3.1-8b", RTX_3090, max_model_len=-1)
     assert found.starts
     assert 1 <= found.prediction.max_concurrency < 1.01
+    full = planned("llama-3.1-8b", RTX_3090, max_model_len=-1, gpu_memory_utilization=0.6)
+    assert full.failed_check.startswith("Cannot auto-fit max_model_len")
+    assert "cpu_offload_gb" in {change.flag for change in full.changes}
 
 
 def test_fewer_batched_tokens_refill_the_pool_and_leave_the_headroom():

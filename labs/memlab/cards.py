@@ -73,9 +73,9 @@ def batch_defaults(
         vllm_version: (0, 26) to (0, 33).
         usage: ``server`` for ``vllm serve``, ``offline`` for the class ``LLM``.
 
-    Source: vllm/engine/arg_utils.py (0.26:2431-2512, 0.33:2940-3039).
+    Source: vllm/engine/arg_utils.py (0.26:2431-2512, 0.28:2582, 0.33:2940-3039).
     """
-    if total_gib >= 160 and vllm_version >= (0, 27):
+    if total_gib >= 160 and vllm_version >= (0, 28):
         return 16384, 1024
     if total_gib >= 70 and "a100" not in name.lower():
         return (8192 if usage == "server" else 16384), 1024

@@ -112,7 +112,7 @@ def step(
         logits = min(max_num_seqs, tokens) * shape.vocab_size * (shape.dtype_bytes + held)
         sampler = (logits + tokens * shape.hidden_size * shape.dtype_bytes) / GIB + constant
     images = 0.0
-    if first and shape.vision:
+    if first and shape.vision and rules.runner(shape.architecture, shape.is_mixture) in rules.images:
         count = max(1, tokens // shape.vision.image_tokens)
         pixels = count * 3 * shape.vision.image_pixels
         images = (tokens * shape.hidden_size + pixels) * shape.dtype_bytes / GIB

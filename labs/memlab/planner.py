@@ -184,6 +184,14 @@ def plan(
     prediction = predict(shape, card.total_gib, flags, version, card.linked)
     failed = _failure(shape, card, flags, prediction, version)
     found = _changes(shape, card, given, version, usage, failed[0]) if failed and changes else []
+    if failed and failed[0] == _POOL and given.max_model_len == -1:
+        failed = (
+            _POOL,
+            (
+                "Cannot auto-fit max_model_len: not enough GPU memory available to serve even a single token. Try "
+                "increasing `gpu_memory_utilization`."
+            ),
+        )
     warnings = _warnings(shape, card, flags, prediction, version, failed)
     return Plan(shape, card, version, given, flags, prediction, failed[1] if failed else None, found, warnings)
 
@@ -433,6 +441,8 @@ def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
         try:
             _refuse(shape, asked)
             full = resolved(shape, card, asked, version, usage)
+            if asked.max_model_len == -1:
+                full = full.with_(max_model_len=1)  # it starts where one token fits
             predicted = predict(shape, card.total_gib, full, version, card.linked)
         except (FlagError, ShapeError):
             return _REFUSED, 0.0
@@ -475,7 +485,8 @@ def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
             add("kv_cache_memory_bytes", bytes_, place and place * BYTES_STEP)
         else:
             less("kv_cache_memory_bytes", min(bytes_, most), BYTES_STEP, BYTES_STEP)
-    less("max_model_len", now.max_model_len, 1)
+    if given.max_model_len != -1:
+        less("max_model_len", now.max_model_len, 1)
     tokens, seqs, whole = now.max_num_batched_tokens, now.max_num_seqs, not now.enable_chunked_prefill
     least = max(given.max_num_seqs or 1, now.max_model_len if whole else 1)
     if tokens < least:
