@@ -84,6 +84,22 @@ def test_lab_04_a_step_is_filled_with_what_answers_leave_and_a_threshold_limits_
     assert 256 < held.most_context_tokens <= 2048, "one prompt is limited, the step is not"
 
 
+def test_lab_05_a_sweep_leaves_out_what_cannot_start_and_its_recommendation_is_run_on_another_server(run_lab):
+    limits = {"ttft_p99_ms": 600_000, "itl_p99_ms": 600_000}
+    found, text = run_lab("05", steps=[512, 1024], kinds=["mixed"], **limits)
+    short, long, again = found
+    assert all(run.outcome == "ok" for run in found), "what could not start was never tried"
+    assert all(load.latency.failed == 0 for run in found for load in run.loads)
+    assert "must be at least max_num_seqs (32)" in text and "GiB short" in text
+    assert [run.flags.given["max_num_batched_tokens"] for run in (short, long)] == [512, 1024]
+    assert again.repeat == 2 and again.flags.given in (short.flags.given, long.flags.given)
+    assert text.count("begins: ") == 2, "the exercise asks for a setting that was run already"
+    assert "onfirmed" in text
+    sent = [[load.latency.input_tokens for load in run.loads] for run in found]
+    assert sent[0] == sent[1] == sent[2], "loads in the same place are of the same requests"
+    assert len(set(sent[0])) == len(sent[0]) == 3
+
+
 def test_lab_07_each_patient_has_what_it_has_and_is_cured(run_lab):
     found, text = run_lab("07")
     by_phase = {clinic.diagnosis(run) for run in found}

@@ -44,7 +44,7 @@ class Plan:
 
     def __str__(self) -> str:
         runs = sum(setting.repeats for setting in self.settings)
-        lines = [f"{runs} runs, about {show_seconds(self.seconds)} on one GPU"]
+        lines = [f"{runs} runs, about {show_seconds(self.seconds)}, one after the other"]
         lines += [f"  run     {setting}" for setting in self.settings]
         lines += [f"  pruned  {pruned}" for pruned in self.pruned]
         return "\n".join(lines)

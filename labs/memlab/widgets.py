@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import ipywidgets as w
 
-from memlab import clinic, finding_view, lab, panel, plots, record
+from memlab import clinic, finding_view, lab, panel, plots, recommend, record
 from memlab.errors import MemlabError
 from memlab.panel import Panel
-from memlab.record import RunRecord
+from memlab.record import RunRecord, Traffic
 from memlab.units import show_gib, show_tokens
 
 RECORDED_RUNS = "../book/reference/recorded-runs.html"  # from a lab's page in the book
@@ -714,6 +714,66 @@ def _size(term: str, text: str) -> float | None:
     if not 0 <= value < 1e6:
         raise MemlabError(f"{plots.words(term)}: {text!r} is no size; write GiB as a number, such as 12.5")
     return value
+
+
+# ---- a goal ----
+
+
+class GoalPanel:
+    """Two limits to set, and the setting that the runs of a sweep recommend for them; ``advice`` has it as data.
+
+    Args:
+        runs: of a sweep.
+        traffic: the load to judge by.
+        ttft_p99_ms: the limit to begin with, of the 99th percentile of the time to first token.
+        itl_p99_ms: the same of the inter-token latency.
+    """
+
+    def __init__(self, runs: list[RunRecord], traffic: Traffic, ttft_p99_ms: float, itl_p99_ms: float):
+        self.runs, self.traffic = list(runs), traffic
+        self.goal = recommend.Goal(ttft_p99_ms, itl_p99_ms)
+        if lab.in_book():
+            return
+        self.ttft, self.itl = (self._field(name, value) for name, value in (("TTFT", ttft_p99_ms), ("ITL", itl_p99_ms)))
+        self.said, self.shown = _announced(), w.HTML(layout=_wide())
+        self._changed()
+
+    @property
+    def advice(self) -> recommend.Advice:
+        """What the runs recommend for the goal as it is set now."""
+        return recommend.recommend(self.runs, self.goal, self.traffic)
+
+    def _field(self, name: str, value: float) -> w.BoundedFloatText:
+        field = w.BoundedFloatText(
+            value=value,
+            min=1,
+            max=3_600_000,
+            description=f"p99 {name} at most, ms",
+            tooltip=f"The 99th percentile of {name} in every load, in milliseconds",
+            style={"description_width": "11em"},
+            layout=w.Layout(width="19em", max_width="100%"),
+        )
+        field.observe(self._changed, "value")
+        return field
+
+    @_guarded
+    def _changed(self, _=None) -> None:
+        self.goal = recommend.Goal(self.ttft.value, self.itl.value)
+        advice = self.advice
+        self.said.value = _say(str(advice).partition("\n")[2])
+        self.shown.value = advice.table()._repr_html_()
+
+    def show_error(self, error: BaseException) -> None:
+        """An error of ours, where the reader looks."""
+        self.said.value = _say(f"{type(error).__name__}: {error}", "This should not happen.", "alert")
+
+    def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
+        if lab.in_book():
+            advice = self.advice
+            text = "".join(f"<p>{html.escape(line)}</p>" for line in str(advice).splitlines())
+            return {"text/html": text + advice.table()._repr_html_(), "text/plain": str(advice)}
+        fields = w.HBox([self.ttft, self.itl], layout=w.Layout(flex_flow="row wrap"))
+        return _styled([fields, self.said, self.shown])._repr_mimebundle_()
 
 
 # ---- a quiz ----
