@@ -5,6 +5,7 @@ blocks of every group. Source: vllm/v1/core/kv_cache_planning.py (0.33: _get_kv_
 get_kv_cache_configs) and vllm/v1/kv_cache_interface.py (0.33:552-967); 0.26 has the same in kv_cache_utils.py.
 """
 
+import functools
 from dataclasses import dataclass
 
 from memlab.shapes import CHUNKED, FULL, SLIDING, ModelShape
@@ -59,6 +60,7 @@ def group(kinds: tuple[str, ...]) -> list[list[int]]:
     return groups
 
 
+@functools.lru_cache(maxsize=256)
 def layout(
     shape: ModelShape,
     kv_cache_dtype: str = "auto",

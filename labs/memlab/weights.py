@@ -6,6 +6,8 @@ sets to 20 MiB while it loads (vllm/v1/worker/gpu_worker.py, 0.33:591, 0.26:422-
 allocator's rules: c10/cuda/CUDACachingAllocator.cpp, ``should_split`` and ``get_allocation_size``.
 """
 
+import functools
+
 from memlab.shapes import ModelShape, Tensor
 from memlab.units import GIB, MIB
 
@@ -47,6 +49,7 @@ def absorbed_bytes(shape: ModelShape, tensor_parallel_size: int, layers: int) ->
     return layers * heads * (latent.qk_nope_head_dim + latent.v_head_dim) * latent.kv_lora_rank * shape.dtype_bytes
 
 
+@functools.lru_cache(maxsize=256)  # the search for a change asks for the same weights again and again
 def stage_bytes(
     shape: ModelShape, tensor_parallel_size: int = 1, stage: tuple[int, int] | None = None, split_limit: bool = True
 ) -> int:
