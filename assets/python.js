@@ -68,8 +68,9 @@ window.memlabPython = (() => {
     try {
       await load("index.js");
       if (worker !== mine) return;
-      const address = URL.createObjectURL(new Blob([begun.source], { type: "text/javascript" }));
-      const real = (worker = new Worker(address)); // a module would not start from disk
+      // Of the addresses that a worker can have, only this one is also allowed to a page from disk.
+      const address = `data:text/javascript,${encodeURIComponent(begun.source)}`;
+      const real = (worker = new Worker(address, { type: "module" }));
       real.onmessage = heard;
       real.onerror = (event) => fail(`Python did not start: ${event.message}`);
       real.postMessage({ begin: begun.begin });
