@@ -14,7 +14,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cache, lru_cache
+from functools import cache, cached_property, lru_cache
 from os import PathLike
 from typing import NamedTuple, TextIO
 
@@ -59,6 +59,17 @@ class Event:
     rank: str | None = None
 
 
+class _Lazy:
+    """A pattern that is compiled when it is first tried: a log needs few, and all of them take long in a browser."""
+
+    def __init__(self, pattern: str):
+        self.pattern = pattern
+
+    @cached_property
+    def search(self) -> Callable[[str], re.Match | None]:
+        return re.compile(self.pattern).search
+
+
 @dataclass(frozen=True)
 class Row:
     """How to know a message: it holds ``anchor`` and ``patterns[0]``; further patterns add values where they match.
@@ -71,14 +82,14 @@ class Row:
 
     kind: str
     anchor: str
-    patterns: tuple[re.Pattern, ...] = ()
+    patterns: tuple[_Lazy, ...] = ()
     until: str = ""
     files: tuple[str, ...] = ()
     fixed: Mapping[str, object] = field(default_factory=dict)
     convert: Callable[[str], dict] | None = None
     more: bool = False
     vague: bool = False
-    broken: re.Pattern | None = None
+    broken: _Lazy | None = None
     fallback: bool = False
 
 
@@ -113,14 +124,14 @@ _CONVERT: dict[str, Callable[[str], object]] = {
 }
 
 
-def _p(pattern: str) -> re.Pattern:
+def _p(pattern: str) -> _Lazy:
     """A pattern in which ``<name>`` is a number, ``<<name>>`` a size with its unit, a space any space.
 
     A space may be missing: a line that broke there loses it.
     """
     pattern = pattern.replace(" ?", " ").replace(" ", r"\s*")
     pattern = re.sub(r"<<(\w+)>>", lambda name: f"(?P<{name[1]}>{_SIZE})", pattern)
-    return re.compile(re.sub(r"(?<!\?P)<(\w+)>", lambda name: f"(?P<{name[1]}>{_NUMBER})", pattern))
+    return _Lazy(re.sub(r"(?<!\?P)<(\w+)>", lambda name: f"(?P<{name[1]}>{_NUMBER})", pattern))
 
 
 @cache
