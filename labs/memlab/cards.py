@@ -28,16 +28,21 @@ class Card:
         return None
 
 
+_LOGS = "PyTorch's message of a failed allocation, in public logs"
 # total_gib as vLLM or PyTorch printed it on that card; the source says where.
 CARDS = {
     card.name: card
     for card in (
+        Card("NVIDIA B200", 178.35, (10, 0), None, "pytorch/ao pull request #4002", True),
         Card("NVIDIA H200", 139.80, (9, 0), 140.40, "this book's records", True),
+        Card("NVIDIA RTX PRO 6000 Blackwell Server Edition", 94.97, (12, 0), None, _LOGS, False),
         Card("NVIDIA H100 80GB HBM3", 79.11, (9, 0), None, "vLLM pull request #48601", True),
         Card("NVIDIA A100-SXM4-80GB", 79.15, (8, 0), None, "vLLM issue #18446", True),
+        Card("NVIDIA A100-SXM4-40GB", 39.49, (8, 0), None, _LOGS, True),
         Card("NVIDIA RTX A6000", 47.74, (8, 6), None, "vLLM issue #11230", False),
         Card("NVIDIA L40S", 44.42, (8, 9), None, "vLLM issue #15815", False),
         Card("NVIDIA GeForce RTX 5090", 31.37, (12, 0), None, "vLLM issue #14452", False),
+        Card("NVIDIA GeForce RTX 5080", 15.48, (12, 0), None, "vLLM issue #14452", False),
         Card("NVIDIA GeForce RTX 4090", 23.65, (8, 9), None, "vLLM issue #24436", False),
         Card("NVIDIA GeForce RTX 3090", 23.58, (8, 6), None, "vLLM issue #10517", False),
         Card("NVIDIA A10G", 22.30, (8, 6), None, "vLLM issue #34643", False),

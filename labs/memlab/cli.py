@@ -44,7 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         help="what vLLM will say of a start, before it is tried",
         epilog="Flags of vllm serve follow, under vLLM's own names: --max-model-len, --tensor-parallel-size, ...",
     )
-    plan.add_argument("--config", type=Path, required=True, help="the model's config.json")
+    model = plan.add_mutually_exclusive_group(required=True)
+    model.add_argument("--config", type=Path, help="the model's config.json")
+    model.add_argument("--model", help="or a model that memlab knows: meta-llama/Llama-3.1-8B-Instruct")
     size = plan.add_mutually_exclusive_group(required=True)
     size.add_argument("--card", help="the GPU by name: 3090, H200")
     size.add_argument("--card-gib", type=float, help="or its memory in GiB, as CUDA reports it")
@@ -187,9 +189,9 @@ def _config(path: Path) -> dict:
 
 
 def _plan(arguments) -> int:
-    from memlab import cards, flags, ledger, plan_report, planner, shapes
+    from memlab import cards, configs, flags, ledger, plan_report, planner, shapes
 
-    config = _config(arguments.config)
+    config = _config(arguments.config) if arguments.config else configs.preset(arguments.model)
     card = cards.find(arguments.card) if arguments.card else planner.card_of(arguments.card_gib)
     if arguments.compute_capability:
         card = planner.with_capability(card, _numbers(arguments.compute_capability, "compute capability", "8.6"))

@@ -4,6 +4,8 @@ Weights are never needed (``--load-format dummy``), so nothing is downloaded. A 
 first N layers of a model that is too large to start in half a minute.
 """
 
+from memlab.errors import ShapeError
+
 _COMMON = {"rms_norm_eps": 1e-5, "bos_token_id": 0, "eos_token_id": 1}
 
 
@@ -167,3 +169,67 @@ PLANNER_CONFIGS = {
         topk_method="noaux_tc", scoring_func="sigmoid", norm_topk_prob=True, routed_scaling_factor=2.5,
     ),
 }  # fmt: skip
+
+# What the page "Plan your memory" offers, by the repository on Hugging Face whose config.json has these sizes.
+PRESET_CONFIGS = {
+    "Qwen/Qwen2.5-0.5B-Instruct": LAB_CONFIGS["qwen2.5-0.5b"],
+    "google/gemma-3-1b-it": PLANNER_CONFIGS["gemma-3-1b"],
+    "Qwen/Qwen3-4B": PLANNER_CONFIGS["qwen3-4b"],
+    "mistralai/Mistral-7B-v0.1": LAB_CONFIGS["mistral-7b-v0.1"],
+    "Qwen/Qwen2.5-7B-Instruct": LAB_CONFIGS["qwen2.5-7b"],
+    "Qwen/Qwen2.5-7B-Instruct-AWQ": PLANNER_CONFIGS["qwen2.5-7b-awq"],
+    "meta-llama/Llama-3.1-8B-Instruct": LAB_CONFIGS["llama-3.1-8b"],
+    "RedHatAI/Meta-Llama-3.1-8B-Instruct-FP8-dynamic": PLANNER_CONFIGS["llama-3.1-8b-fp8"],
+    "Qwen/Qwen3-8B": _decoder("Qwen3ForCausalLM", "qwen3", 36, 4096, 12288, 32, 8, 128, 151936, 40960),
+    "google/gemma-2-9b-it": PLANNER_CONFIGS["gemma-2-9b"],
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": PLANNER_CONFIGS["deepseek-v2-lite-12-layers"] | {"num_hidden_layers": 27},
+    "openai/gpt-oss-20b": PLANNER_CONFIGS["gpt-oss-20b"],
+    "mistralai/Mistral-Small-24B-Instruct-2501": _decoder(
+        "MistralForCausalLM", "mistral", 40, 5120, 32768, 32, 8, 128, 131072, 32768, sliding_window=None
+    ),
+    "google/gemma-3-27b-it": {
+        "architectures": ["Gemma3ForConditionalGeneration"],
+        "model_type": "gemma3",
+        "torch_dtype": "bfloat16",
+        "mm_tokens_per_image": 256,
+        "text_config": {
+            "model_type": "gemma3_text", "num_hidden_layers": 62, "hidden_size": 5376, "intermediate_size": 21504,
+            "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "vocab_size": 262208,
+            "max_position_embeddings": 131072, "sliding_window": 1024,
+            "rope_scaling": {"rope_type": "linear", "factor": 8.0},
+        },
+        "vision_config": {
+            "model_type": "siglip_vision_model", "hidden_size": 1152, "intermediate_size": 4304,
+            "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 896, "patch_size": 14,
+        },
+    },
+    "Qwen/Qwen3-30B-A3B": PLANNER_CONFIGS["qwen3-30b-a3b-12-layers"] | {"num_hidden_layers": 48},
+    "Qwen/Qwen3-32B": _decoder("Qwen3ForCausalLM", "qwen3", 64, 5120, 25600, 64, 8, 128, 151936, 40960),
+    "mistralai/Mixtral-8x7B-Instruct-v0.1": PLANNER_CONFIGS["mixtral-8x7b-4-layers"] | {"num_hidden_layers": 32},
+    "meta-llama/Llama-3.3-70B-Instruct": _llama(80, 8192, 28672, 64, 8, 128, 128256, 131072),
+    "RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic": _llama(
+        80, 8192, 28672, 64, 8, 128, 128256, 131072, quantization_config=_W8A8
+    ),
+    "openai/gpt-oss-120b": PLANNER_CONFIGS["gpt-oss-20b"] | {
+        "num_hidden_layers": 36, "num_local_experts": 128,
+        "layer_types": ["sliding_attention", "full_attention"] * 18,
+    },
+    "deepseek-ai/DeepSeek-V3": PLANNER_CONFIGS["deepseek-v3-4-layers"] | {
+        "num_hidden_layers": 61,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic",
+                                "weight_block_size": [128, 128]},
+    },
+}  # fmt: skip
+
+
+def preset(name: str) -> dict:
+    """The ``config.json`` of a model of ``PRESET_CONFIGS``.
+
+    Raises:
+        ShapeError: for another name.
+    """
+    if name not in PRESET_CONFIGS:
+        raise ShapeError(
+            f"{name!r:.80} is no model that memlab knows: give its config.json, or one of {', '.join(PRESET_CONFIGS)}"
+        )
+    return PRESET_CONFIGS[name]

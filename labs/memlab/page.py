@@ -77,7 +77,14 @@ def plan(
     return planner.plan(shapes.from_config(config), given, wanted, tuple(vllm_version)).to_dict()
 
 
-CALLS = {"diagnose": diagnose, "plan": plan}
+def plan_page(settings: dict, changes: bool = True, link: bool = False) -> dict:
+    """What the page "Plan your memory" shows for its settings: see ``plan_view.answer``."""
+    from memlab import plan_view
+
+    return plan_view.answer(settings, changes, link)
+
+
+CALLS = {"diagnose": diagnose, "plan": plan, "plan_page": plan_page}
 
 
 def call(name: str, arguments: str, told: Told | None = None) -> str:
