@@ -20,6 +20,7 @@ document.addEventListener("DOMContentLoaded", () => {
   let asking = false;
   let settling = 0;
   let total = null;
+  const shown = new Map(); // the HTML of each part
 
   // ---- settings ----
 
@@ -112,6 +113,7 @@ document.addEventListener("DOMContentLoaded", () => {
     history.replaceState(null, "", link());
     if (!error.hidden) return;
     heard.textContent = root.dataset.said;
+    window.focusScrollers?.(); // measures the page: not for every move
     if (root.dataset.starts === "true") return;
     try {
       const answer = await python.call("plan_page", { settings: found, changes: true, link: false });
@@ -145,8 +147,8 @@ document.addEventListener("DOMContentLoaded", () => {
   // plan_view escapes whatever comes from settings.
   function put(part, html) {
     const place = root.querySelector(`[data-part="${part}"]`);
-    if (place.dataset.html === html) return;
-    place.dataset.html = html;
+    if (shown.get(part) === html) return;
+    shown.set(part, html);
     place.innerHTML = html;
     for (const item of place.querySelectorAll("[data-flag]")) {
       const button = Object.assign(document.createElement("button"), { type: "button", textContent: "Apply" });
@@ -155,7 +157,6 @@ document.addEventListener("DOMContentLoaded", () => {
       button.addEventListener("click", () => apply(flag, to));
       item.append(" ", button);
     }
-    window.focusScrollers?.();
   }
 
   function apply(flag, to) {

@@ -288,6 +288,42 @@ def test_a_plan_that_does_not_start_says_so_in_vllms_words_and_a_change_applied_
 
 
 @pytest.mark.browser
+def test_of_many_moves_at_once_few_are_asked_for_and_the_last_is_shown(open_plan):
+    tab = open_plan("#max-num-seqs=64")
+    until(tab, "[data-part=plan-command]", "--max-num-seqs 64")
+    settled(tab)
+    asked = tab.evaluate(
+        """() => {
+            const slider = document.querySelector("input[data-for=max-num-seqs]");
+            const call = memlabPython.call;
+            window.asked = 0;
+            memlabPython.call = (...given) => (window.asked++, call(...given));
+            for (let at = 0; at < 30; at++) {
+                slider.value = at;
+                slider.dispatchEvent(new Event("input", { bubbles: true }));
+            }
+            return document.querySelector("input[name=max-num-seqs]").value;
+        }"""
+    )
+    until(tab, "[data-part=plan-command]", f"--max-num-seqs {asked}")
+    assert tab.evaluate("window.asked") == 2  # the first, and the newest while that was answered
+
+
+@pytest.mark.browser
+def test_the_buttons_copy_the_line_and_the_link(open_plan):
+    tab = open_plan("#max-num-seqs=8")
+    until(tab, "[data-part=plan-command]", "--max-num-seqs 8")
+    tab.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    tab.get_by_role("button", name="Copy the vllm serve line").click()
+    until(tab, ".memlab-status", "The line is copied")
+    line = tab.evaluate("navigator.clipboard.readText()")
+    assert shlex.split(line)[:3] == ["vllm", "serve", plan_view.DEFAULTS["model"]] and "--max-num-seqs 8" in line
+    tab.get_by_role("button", name="Copy a link to this plan").click()
+    until(tab, ".memlab-status", "The link is copied")
+    assert tab.evaluate("navigator.clipboard.readText()") == tab.url
+
+
+@pytest.mark.browser
 def test_a_link_brings_the_settings_back(open_plan):
     settings = {"card": "NVIDIA H200", "model": "openai/gpt-oss-20b", "vllm-version": "0.26", "max-num-seqs": "64",
                 "kv-cache-dtype": "fp8", "enforce-eager": "1", "more": "--cpu-offload-gb 2"}  # fmt: skip

@@ -1,6 +1,7 @@
 """``ServeFlags``: the flags of ``vllm serve`` that move memory, under vLLM's names, checked as vLLM checks them."""
 
 import argparse
+import functools
 import shlex
 from dataclasses import dataclass, field, fields, replace
 
@@ -111,6 +112,7 @@ def _reader(parse):
     return read
 
 
+@functools.cache
 def _parser() -> _Parser:
     parser = _Parser(prog="vllm serve", add_help=False)
     for f in MODELLED:
