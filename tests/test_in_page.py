@@ -17,13 +17,16 @@ TYPED = str.maketrans("‘’", "''")  # prose gets typographic quotes
 
 @pytest.fixture(scope="session")
 def pages(tmp_path_factory):
-    """The folder of the page, built without the rest of the book."""
+    """The folder of the pages OOM now and The doctor, built without the rest of the book."""
     folder = tmp_path_factory.mktemp("book")
     copy_tracked(folder, "_config.yml", "assets", "book/_ext", "labs/memlab", "tests/data")
     (folder / "labs" / "records").mkdir(parents=True)
     (folder / "book" / "records.yml").write_text("")
-    (folder / "book" / "oom-now.md").write_text((ROOT / "book" / "oom-now.md").read_text(encoding="utf-8"))
-    (folder / "_toc.yml").write_text("format: jb-book\nroot: book/oom-now\n")
+    for name in ("oom-now", "the-doctor"):
+        (folder / "book" / f"{name}.md").write_text((ROOT / "book" / f"{name}.md").read_text(encoding="utf-8"))
+    (folder / "book" / "plan-your-memory.md").write_text("# Plan your memory\n")  # only linked to
+    chapters = "".join(f"  - file: book/{name}\n" for name in ("the-doctor", "plan-your-memory"))
+    (folder / "_toc.yml").write_text(f"format: jb-book\nroot: book/oom-now\nchapters:\n{chapters}")
     built = jupyter_book(folder, folder)
     assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
     return folder / "_build" / "html"

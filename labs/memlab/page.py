@@ -26,7 +26,9 @@ class _Counted:
 
 
 def diagnose(log: str, command: str = "", card: str = "", told: Told = lambda characters: None) -> dict:
-    """What the doctor finds in the file ``log``: as data, as an element for the page, and as text.
+    """What the doctor finds in the file ``log``: as data, as an element for the page, as text, and in a sentence.
+
+    ``entries`` are the phases that the page "OOM now" has an entry of, each in words.
 
     Args:
         log: the path of vLLM's output.
@@ -41,8 +43,14 @@ def diagnose(log: str, command: str = "", card: str = "", told: Told = lambda ch
         events = vllm_log.parse_stream(_Counted(file, told))
         found = doctor.diagnose(events, command.strip() or None, card=card.strip() or None)
     view = finding_view.View(finding_view.without_none(found.to_dict()))
-    return {"finding": found.to_dict(), "html": view.html(whole=True), "text": doctor.report(found),
-            "summary": view.summary()}  # fmt: skip
+    phases = (one.phase for one in found.failures)
+    return {
+        "finding": found.to_dict(),
+        "html": view.html(whole=True),
+        "text": doctor.report(found),
+        "summary": view.summary(),
+        "entries": {phase: finding_view.words(phase) for phase in phases if phase in doctor.RULES},
+    }
 
 
 def plan(
