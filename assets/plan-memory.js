@@ -102,7 +102,7 @@ document.addEventListener("DOMContentLoaded", () => {
     } catch (broken) {
       wanted = null;
       progress.hidden = true;
-      status.textContent = `${broken.message}. The plan below is the one before. Change a setting to try again.`;
+      status.textContent = `${broken.message}. The plan shown is the one before. Change a setting to try again.`;
     } finally {
       asking = false;
     }
@@ -129,7 +129,7 @@ document.addEventListener("DOMContentLoaded", () => {
 
   function show(answer) {
     error.hidden = !answer.error;
-    error.textContent = answer.error ? `${answer.error}. The plan below is the one before.` : "";
+    error.textContent = answer.error ? `${answer.error}. The plan shown is the one before.` : "";
     if (answer.error) return;
     ({ resolved, most_tokens: most, total_gib: total } = answer);
     root.dataset.said = answer.said;

@@ -139,9 +139,10 @@ def planner() -> str:
         shown.append(f'<div data-part="{part}"{kind}>{found["html"][part]}</div>')
     return (
         f'<div class="memlab-plan" data-defaults="{escape(json.dumps(plan_view.DEFAULTS))}" '
-        f'data-most="{asked.shape.max_model_len}"><div><figure data-part="figure">{found["html"]["figure"]}</figure>'
+        f'data-most="{asked.shape.max_model_len}"><div>'
+        f'<div class="memlab-plan-seen"><figure data-part="figure">{found["html"]["figure"]}</figure>'
+        '<p class="memlab-plan-error" role="alert" tabindex="0" hidden></p></div>'
         f"{controls(found['resolved'])}</div>"
-        '<p class="memlab-plan-error" role="alert" hidden></p>'
         '<p class="memlab-status" role="status"></p>'
         '<progress max="1" value="0" aria-label="Python is loading" hidden></progress>'
         '<p class="memlab-plan-heard" aria-live="polite"></p>'
