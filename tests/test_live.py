@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from live_vllm import kernel, vllm_processes, wait_until
-from memlab import lab, notebook, record
+from memlab import lab, notebook, record, sweep
 from memlab.errors import NotebookError, ServerError
 from memlab.flags import ServeFlags
 from memlab.record import Traffic
@@ -179,6 +179,19 @@ def test_several_loads_share_one_server_and_no_prompt():
 
 
 # ---- a process that imported vLLM beforehand ----
+
+
+@pytest.mark.live
+def test_two_ranks_of_one_server_each_state_their_half(monkeypatch, tmp_path):
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
+    flags = TINY.with_(tensor_parallel_size=2)
+    sent = Traffic(input_tokens=50, output_tokens=8, requests=2)
+    (found,) = sweep.sweep([sweep.Setting("tiny-llama", flags, sent)], "live")
+    assert (found.outcome, found.latency.completed) == ("ok", 2)
+    first, second = (rank.stated for rank in found.ranks)
+    assert first.kv_cache_gib == second.kv_cache_gib == 1.0, "the pool is given for each rank"
+    each = record.shapes.LAB_MODELS["tiny-llama"].kv_bytes_per_token() / 2
+    assert found.kv.tokens == GIB // each, "a rank holds half of the heads of each token"
 
 
 @pytest.mark.live

@@ -731,3 +731,12 @@ def test_memory_lines_are_bounded_keep_both_ends_and_name_the_rank():
 def test_no_case_of_the_tests_tells_of_a_person():
     text = "".join(path.read_text() for path in DATA.glob("*.log"))
     assert not re.search(r"/(?:home|Users|root)/(?!\.)\w", text)
+
+
+def test_a_rank_s_number_counts_the_stages_first():
+    names = ["PP0_TP0", "PP0_TP1", "PP1_TP0", "PP1_TP1"]
+    assert [vllm_log.rank_number(name, 2) for name in names] == [0, 1, 2, 3]
+    assert vllm_log.rank_number("TP3_EP3", 4) == 3
+    assert vllm_log.rank_number("rank7", 8) == 7
+    assert vllm_log.rank_number(None, 1) == 0
+    assert vllm_log.rank_number("pid448", 2) is None, "no guess where the name does not tell"

@@ -51,6 +51,7 @@ INSTRUMENTS = {
     "snapshot": "every allocation of each load, with a file for PyTorch's memory viewer beside the run's log",
     "steps": "what the scheduler put into each step of each load, from vLLM's log",
 }
+CORES = "VLLM_CPU_OMP_THREADS_BIND"  # the cores of each rank on the CPU backend
 IN_WORKER = {"allocator", "snapshot"}  # read through READER, where PyTorch has a caching allocator
 READER = ("--worker-extension-cls", "memlab.worker_extension.MemoryReader")
 READER_ENV = {"VLLM_SERVER_DEV_MODE": "1"}
@@ -186,6 +187,20 @@ def warm_up() -> Warm | None:
 def progress_line(phase: str, seconds: float) -> None:
     """The default progress: a line as each phase begins."""
     print(f"[{seconds:6.1f} s] {phase.replace('_', ' ')}", flush=True)
+
+
+def cores_for(ranks: int) -> str:
+    """This process' cores shared out among ``ranks``, as vLLM's CPU backend reads them.
+
+    By itself it gives each rank a NUMA node of its own, and refuses where there are fewer
+    (0.32 vllm/utils/ompmultiprocessing.py:213). With fewer cores than ranks nothing is bound. Two ranks and the cores
+    0 to 3: "0,1|2,3".
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // ranks
+    if not share:
+        return "nobind"
+    return "|".join(",".join(map(str, cores[rank * share : (rank + 1) * share])) for rank in range(ranks))
 
 
 @contextlib.contextmanager
@@ -447,6 +462,8 @@ class _LiveRun:
         if card:
             flags = self._as_on(card, flags)
         env = LOCAL_ENV if self.shape else ENV
+        if place.backend == "cpu" and flags.world_size > 1:
+            env = {**env, CORES: os.environ.get(CORES) or cores_for(flags.world_size)}
         if IN_WORKER & set(self.instruments):
             flags, env = flags.with_(extra=(*flags.extra, *READER)), {**env, **READER_ENV}
         if "steps" in self.instruments:
@@ -655,18 +672,23 @@ class _LiveRun:
         events = self.server.events
         machine = self.place.machine if not self.devices else this_machine("cuda", self.devices)
         timelines = sampler.timelines()
-        names = vllm_log.ranks(events) or [None]
+        tp = self.flags.tensor_parallel_size or 1
+        names = {vllm_log.rank_number(name, tp): name for name in vllm_log.ranks(events)}
+
+        def stated_by(number: int) -> MemoryLedger | None:
+            return vllm_log.stated_ledger(events, names[number]) if number in names else None
+
         ranks = []
         for number, timeline in enumerate(timelines):
-            name = names[number] if number < len(names) else names[0]
-            stated = vllm_log.stated_ledger(events, name)
+            stated = stated_by(number)
             total = self.devices[number].total_gib if self.devices else None
-            seen = seen_ledger(
-                timeline, stated, total, sampler.baselines_gib[number], vllm_log.free_at_start_gib(events)
-            )
+            free = vllm_log.free_at_start_gib(events, names.get(number))
+            seen = seen_ledger(timeline, stated, total, sampler.baselines_gib[number], free)
             if seen and self._neighbour_moved():  # the driver's total is then not vLLM's alone
                 seen = replace(seen, context_gib=None, budget_gib=None, unprofiled_gib=None)
             ranks.append(Rank(stated, seen, timeline, self._foreign_gib(number)))
+        if not self.devices:  # the host is watched as a whole, and each rank states its own
+            ranks += [Rank(stated_by(number), None, None) for number in range(1, self.flags.world_size)]
         if ranks and ranks[0].stated and ranks[0].stated.total_gib:
             machine = replace(machine, total_gib=ranks[0].stated.total_gib)
         engine = self._engine()
@@ -868,8 +890,9 @@ def summary(found: RunRecord) -> str:
     parts = [found.outcome.replace("_", " ")]
     for number, rank in enumerate(found.ranks):
         if rank.seen and rank.seen.peak_gib is not None:
-            which = f"GPU {number}: " if len(found.ranks) > 1 else ""
-            measure = "host memory" if rank.timeline and rank.timeline.measure == "host" else "device memory"
+            host = rank.timeline is not None and rank.timeline.measure == "host"
+            which = f"GPU {number}: " if len(found.ranks) > 1 and not host else ""
+            measure = "host memory" if host else "device memory"
             parts.append(f"{which}peak {show_gib(rank.seen.peak_gib)} of {measure}")
     if found.memory_back and found.memory_back.seconds is not None:
         waited = found.memory_back.seconds

@@ -230,7 +230,7 @@ def _lines(records) -> list[_Line]:
         for number, rank in enumerate(record.ranks):
             if rank.timeline is None or not rank.timeline.used_gib:
                 continue
-            parts = [label, f"rank {number}" if len(record.ranks) > 1 else ""]
+            parts = [label, f"rank {number}" if sum(one.timeline is not None for one in record.ranks) > 1 else ""]
             line = rank.timeline
             phases = _phases(record.phases, line)
             found.append(_Line(", ".join(filter(None, parts)), line.time_s, line.used_gib, phases))

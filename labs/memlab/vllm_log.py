@@ -1226,6 +1226,20 @@ def ranks(events: Iterable[Event]) -> list[str | None]:
     return sorted(found, key=_rank_order)
 
 
+def rank_number(name: str | None, tensor_parallel_size: int) -> int | None:
+    """The number of a rank among a server's GPUs, stages of the pipeline first; None where the name does not tell.
+
+    >>> rank_number("PP1_TP0", 2), rank_number("TP1", 2), rank_number("rank3", 2), rank_number(None, 1)
+    (2, 1, 3, 0)
+    """
+    if name is None:
+        return 0
+    parts = {kind: int(number) for kind, number in re.findall(r"(PP|TP|rank)(\d+)", name)}
+    if not parts:
+        return None
+    return parts.get("rank", parts.get("PP", 0) * tensor_parallel_size + parts.get("TP", 0))
+
+
 def _of_rank(events: Iterable[Event], rank: str | None) -> list[Event]:
     """The events of one rank's last start, with those of the engine, which speaks for all ranks."""
     events = list(events)
