@@ -31,7 +31,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch, tmp_path):
-    for name in ("MEMLAB_MODE", "MEMLAB_BACKEND"):
+    for name in ("MEMLAB_MODE", "MEMLAB_BACKEND", "MEMLAB_BOOK"):  # the last is set by importing the book's extension
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path / "runs"))
     for name in set(os.environ) - AT_THE_START:  # importing vLLM or torch sets some, which a record would name
