@@ -681,7 +681,7 @@ def test_the_grid_holds_forty_starts_of_a_dozen_shapes_that_the_planner_says_sta
     assert {str(setting) for setting in grid("planner-0.26")} < {str(setting) for setting in found}
 
 
-@pytest.mark.parametrize("name", configs.PLANNER_CONFIGS)
+@pytest.mark.parametrize("name", {**configs.PLANNER_CONFIGS, **configs.LARGE_CONFIGS})
 def test_vllm_takes_each_config_and_sees_the_same_heads(name, tmp_path):
     pytest.importorskip("vllm")
     from vllm.engine.arg_utils import EngineArgs

@@ -65,6 +65,8 @@ _GPT_OSS_20B = _decoder(
     layer_types=["sliding_attention", "full_attention"] * 12,
 )  # fmt: skip
 
+_AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm",
+        "modules_to_not_convert": None}  # fmt: skip
 _W8A8 = {
     "quant_method": "compressed-tensors",
     "format": "float-quantized",
@@ -97,11 +99,7 @@ LAB_CONFIGS = {
 PLANNER_CONFIGS = {
     "llama-2-7b": _llama(32, 4096, 11008, 32, 32, 128, 32000, 4096),
     "llama-3.1-8b-fp8": _llama(32, 4096, 14336, 32, 8, 128, 128256, 131072, quantization_config=_W8A8),
-    "qwen2.5-7b-awq": _qwen2(
-        28, 3584, 18944, 28, 4, 128, 152064, 32768,
-        quantization_config={"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True,
-                             "version": "gemm", "modules_to_not_convert": None},
-    ),
+    "qwen2.5-7b-awq": _qwen2(28, 3584, 18944, 28, 4, 128, 152064, 32768, quantization_config=_AWQ),
     "qwen2.5-7b-gptq": _qwen2(
         28, 3584, 18944, 28, 4, 128, 152064, 32768,
         quantization_config={"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True,
@@ -170,6 +168,13 @@ PLANNER_CONFIGS = {
     ),
 }  # fmt: skip
 
+# Shapes that take several cards.
+LARGE_CONFIGS = {
+    "qwen2.5-14b": _qwen2(48, 5120, 13824, 40, 8, 128, 152064, 32768),
+    "qwen2.5-32b-awq": _qwen2(64, 5120, 27648, 40, 8, 128, 152064, 32768, quantization_config=_AWQ),
+    "llama-2-70b": _llama(80, 8192, 28672, 64, 8, 128, 32000, 4096),
+}
+
 # What the page "Plan your memory" offers, by the repository on Hugging Face whose config.json has these sizes.
 PRESET_CONFIGS = {
     "Qwen/Qwen2.5-0.5B-Instruct": LAB_CONFIGS["qwen2.5-0.5b"],
@@ -184,6 +189,7 @@ PRESET_CONFIGS = {
     "google/gemma-2-9b-it": PLANNER_CONFIGS["gemma-2-9b"],
     "deepseek-ai/DeepSeek-V2-Lite-Chat": PLANNER_CONFIGS["deepseek-v2-lite-12-layers"] | {"num_hidden_layers": 27},
     "openai/gpt-oss-20b": PLANNER_CONFIGS["gpt-oss-20b"],
+    "Qwen/Qwen2.5-14B-Instruct": LARGE_CONFIGS["qwen2.5-14b"],
     "mistralai/Mistral-Small-24B-Instruct-2501": _decoder(
         "MistralForCausalLM", "mistral", 40, 5120, 32768, 32, 8, 128, 131072, 32768, sliding_window=None
     ),
@@ -205,7 +211,9 @@ PRESET_CONFIGS = {
     },
     "Qwen/Qwen3-30B-A3B": PLANNER_CONFIGS["qwen3-30b-a3b-12-layers"] | {"num_hidden_layers": 48},
     "Qwen/Qwen3-32B": _decoder("Qwen3ForCausalLM", "qwen3", 64, 5120, 25600, 64, 8, 128, 151936, 40960),
+    "Qwen/Qwen2.5-32B-Instruct-AWQ": LARGE_CONFIGS["qwen2.5-32b-awq"],
     "mistralai/Mixtral-8x7B-Instruct-v0.1": PLANNER_CONFIGS["mixtral-8x7b-4-layers"] | {"num_hidden_layers": 32},
+    "meta-llama/Llama-2-70b-chat-hf": LARGE_CONFIGS["llama-2-70b"],
     "meta-llama/Llama-3.3-70B-Instruct": _llama(80, 8192, 28672, 64, 8, 128, 128256, 131072),
     "RedHatAI/Llama-3.3-70B-Instruct-FP8-dynamic": _llama(
         80, 8192, 28672, 64, 8, 128, 128256, 131072, quantization_config=_W8A8

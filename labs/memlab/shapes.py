@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields, replace
 
 from memlab import quantization
 from memlab import vision as towers
-from memlab.configs import LAB_CONFIGS, PLANNER_CONFIGS
+from memlab.configs import LAB_CONFIGS, LARGE_CONFIGS, PLANNER_CONFIGS
 from memlab.errors import ShapeError
 from memlab.quantization import Quantization
 from memlab.vision import Vision
@@ -616,5 +616,5 @@ def _read_experts(architecture: str, text: Mapping, layers: int) -> Experts | No
     return None
 
 
-LAB_MODELS = {name: from_config(config) for name, config in (LAB_CONFIGS | PLANNER_CONFIGS).items()}
+LAB_MODELS = {name: from_config(config) for name, config in (LAB_CONFIGS | PLANNER_CONFIGS | LARGE_CONFIGS).items()}
 PANEL_MODELS = tuple(LAB_CONFIGS)  # those that the labs teach with; the others are there to hold the planner to

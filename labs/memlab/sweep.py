@@ -50,9 +50,10 @@ class Setting:
         return not record.differences(found, *asked, self.instruments, self.variables, self.neighbour)
 
     def __str__(self) -> str:
-        flags = " ".join(f"{name}={value}" for name, value in self.flags.set().items())
+        named = {**self.flags.set(), **self.variables}
+        words = [*(f"{name}={value}" for name, value in named.items()), *self.flags.extra]
         played = f" on {self.card}" if self.card else ""
-        return f"{self.model}{played} {flags}"
+        return f"{self.model}{played} {' '.join(words)}"
 
 
 def from_dict(data: dict) -> Setting:
