@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fixtures_record as fixtures
-from memlab import recommend, token_plots
+from memlab import recommend, record, token_plots
 from memlab.errors import MemlabError
 from memlab.recommend import Goal
 from memlab.record import Flags, Load, Traffic
@@ -112,18 +112,38 @@ def test_another_server_confirms_or_does_not():
 
 
 def test_the_dial_shows_memory_alone_where_no_load_was_repeated_often_enough():
-    runs = [served(512, [900, 905]), served(2048, [910, 915])]
-    header = token_plots.dial(*runs).table.header
-    assert header == ("tokens in a step", "activation", "KV cache")
+    plot = token_plots.dial(served(512, [900, 905]), served(2048, [910, 915]))
+    assert plot.table.header == ("tokens in a step", "activation", "KV cache")
+    assert "Not shown: p99 TTFT, p99 ITL, output (no load was sent 3 times to two of the servers)." in plot.alt
 
 
 def test_the_dial_shows_five_effects_of_repeated_loads():
-    runs = [served(512, [900, 905, 895]), served(2048, [910, 915, 905])]
-    plot = token_plots.dial(*runs)
+    plot = token_plots.dial(served(512, [900, 905, 895]), served(2048, [910, 915, 905]))
     assert plot.table.header[1:] == ("activation", "KV cache", "p99 TTFT", "p99 ITL", "output")
     assert plot.table.rows[0][0] == "512 tokens"
-    assert plot.table.rows[0][-1].startswith("900 tokens/s (888 tokens/s to 912")
+    assert plot.title == "One dial, five effects" and "Not shown" not in plot.alt
     assert plot.svg() and plot.caption.endswith("16 at a time")
+
+
+def test_loads_that_differ_among_themselves_do_not_hide_what_the_dial_does_to_each():
+    shorter, longer = served(512, [200, 300, 400]), served(2048, [220, 330, 440])
+    assert token_plots.dial(shorter, longer).table.rows[1][-1] == "330 tokens/s, +10.0 % (+10.0 to +10.0 %)"
+
+
+def test_starts_of_one_setting_count_as_one_in_a_change():
+    again = served(2048, [210, 310, 430], repeat=2)
+    plot = token_plots.dial(served(512, [200, 300, 400]), served(2048, [230, 350, 450]), again)
+    first = token_plots.dial(served(512, [200, 300, 400]), served(2048, [220, 330, 440]))
+    assert plot.table.rows[1][-1] == first.table.rows[1][-1]
+
+
+def test_of_recorded_cpu_runs_the_dial_shows_what_there_is_and_says_what_the_backend_lacks():
+    runs = [run for run in record.read_all() if run.machine.name == "cpu" and run.lab == "05-batched-tokens"]
+    plot = token_plots.dial(*runs)
+    assert plot.table.header[1:] == ("p99 TTFT", "p99 ITL", "output")
+    assert plot.title == "One dial, 3 of its 5 effects"
+    for missing in ("activation (the CPU backend sets none aside)", "KV cache (its size was given in bytes"):
+        assert missing in plot.alt and missing in plot.svg()
 
 
 def test_goodput_by_setting_counts_what_met_the_limits():

@@ -1,11 +1,13 @@
 """Figures of ``max_num_batched_tokens``: one dial with five effects, goodput by setting, and changes above noise.
 
-See ``plots`` for the form. Dots are repeats; a line joins their means, with an interval where there are enough.
+See ``plots`` for the form. A dot is one measurement. The loads of one server are of different requests, and each of
+the other servers got the same ones: a thin line follows a load from server to server, a thick one joins the means.
 """
 
 import itertools
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from matplotlib.figure import Figure
@@ -13,8 +15,9 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from memlab import goodput, plots, repeats
 from memlab.goodput import Limits, kind
+from memlab.ledger import MemoryLedger
 from memlab.plots import LINES, Plot, Table
-from memlab.record import Load, RunRecord, Traffic
+from memlab.record import Latency, RunRecord, Traffic
 from memlab.units import show_gib, show_tokens
 
 DIAL = "max_num_batched_tokens"
@@ -23,10 +26,19 @@ MARKERS = "osD^v"
 
 @dataclass(frozen=True)
 class _Point:
-    """One value of the dial and what was measured at it, a value for each repeat."""
+    """One value of the dial and what was measured at it: of each start, a value for each load in the order sent."""
 
     tokens: int
-    values: list[float]
+    starts: list[list[float]]
+
+    @property
+    def values(self) -> list[float]:
+        return [value for start in self.starts for value in start]
+
+    @property
+    def by_load(self) -> list[float]:
+        """The mean over the starts of each load that all of them were sent."""
+        return [statistics.fmean(same) for same in zip(*self.starts, strict=False)]
 
 
 @dataclass(frozen=True)
@@ -38,35 +50,41 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _Panel:
-    """One effect: its axis, its curves, and how a value of it is written."""
+    """One effect: its axis, its curves, and how a value of it is written; without curves ``missing`` says why."""
 
     name: str
     axis: str
     curves: list[_Curve]
-    show: object
+    show: Callable[[float], str]
     log: bool = False
+    missing: str = ""
 
 
 def _dial_of(record: RunRecord) -> int:
     return record.flags.resolved[DIAL]
 
 
-def _by_dial(records: Sequence[RunRecord], values) -> list[_Point]:
-    """``values(records)`` of the records at each value of the dial, those without any left out."""
+def _by_dial(records: Sequence[RunRecord], values: Callable[[RunRecord], list[float]]) -> list[_Point]:
+    """What ``values`` finds in each of the records at each value of the dial, those without any left out."""
     found = [
-        _Point(at, values([record for record in records if _dial_of(record) == at]))
+        _Point(at, [start for record in records if _dial_of(record) == at and (start := values(record))])
         for at in sorted({_dial_of(record) for record in records})
     ]
     return [point for point in found if point.values]
 
 
-def _shown(show, values: list[float]) -> str:
-    """The mean and its interval, or what there is."""
-    if len(values) >= repeats.ENOUGH and len(set(values)) > 1:
-        found = repeats.interval(values)
-        return f"{show(found.mean)} ({show(found.low)} to {show(found.high)})"
+def _spread(show: Callable[[float], str], values: list[float]) -> str:
+    """The mean, and the least and the most where they differ."""
     low, high = show(min(values)), show(max(values))
-    return low if low == high else f"{low} to {high}"
+    return low if low == high else f"{show(statistics.fmean(values))} ({low} to {high})"
+
+
+def _change(base: _Point, point: _Point) -> str:
+    """By which share a point is above another, load by load, with its interval; nothing where the loads are too few."""
+    pairs = list(zip(base.by_load, point.by_load, strict=False))
+    if point is base or len(pairs) < repeats.ENOUGH or min(itertools.chain(*pairs)) <= 0:
+        return ""
+    return repeats.paired_change(*zip(*pairs, strict=True)).show_change()
 
 
 def _ms(value: float) -> str:
@@ -84,24 +102,30 @@ def dial(*records: RunRecord, replayed: bool = False) -> Plot:
     """Activation, pool, time to first token, inter-token latency and throughput against ``max_num_batched_tokens``.
 
     What the loads say is shown where one kind of load was sent three times or more at each value of the dial: the
-    ``mixed`` one, where there are several.
+    ``mixed`` one, where there are several. Of an effect that the records do not have, the figure says why.
 
     Raises:
-        ValueError: for fewer than two values of the dial.
+        ValueError: for fewer than two values of the dial, or records that have none of the effects.
     """
     if len({_dial_of(record) for record in records}) < 2:
         raise ValueError(f"this figure needs runs with two values of {DIAL} or more")
     traffic = _typical(records)
-    panels = [panel for panel in (*_memory(records), *(_loads(records, traffic) if traffic else ())) if panel.curves]
+    panels = [*_memory(records), *_loads(records, traffic)]
+    found, missing = [panel for panel in panels if panel.curves], _missing(panels)
+    if not found:
+        raise ValueError(f"this figure needs runs with an effect of {DIAL}: {'; '.join(missing)}")
     ticks = sorted({_dial_of(record) for record in records})
-    rows = tuple((show_tokens(at), *(_cell(panel, at) for panel in panels)) for at in ticks)
-    sent = f" Load: {traffic.in_words()}." if traffic else ""
+    sent = [f"load: {traffic.in_words()}"] if traffic else []
     return Plot(
-        title=f"One dial, {len(panels)} effects",
-        alt=" ".join(_effect(panel, ticks) for panel in panels) + sent,
-        caption=plots.caption(records, replayed) + (f" · load: {traffic.in_words()}" if traffic else ""),
-        table=Table(f"By {DIAL}", ("tokens in a step", *(panel.name for panel in panels)), rows),
-        draw=lambda ink: _draw_dial(panels, ticks, ink),
+        title=f"One dial, {len(found)} of its {len(panels)} effects" if missing else "One dial, five effects",
+        alt=" ".join([*(_effect(panel, ticks) for panel in found), *(f"Not shown: {why}." for why in missing)]),
+        caption=" · ".join([plots.caption(records, replayed), *sent]),
+        table=Table(
+            f"By {DIAL}; changes are against {ticks[0]:,}, load by load, with their 95 % intervals",
+            ("tokens in a step", *(panel.name for panel in found)),
+            tuple((show_tokens(at), *(_cell(panel, at) for panel in found)) for at in ticks),
+        ),
+        draw=lambda ink: _draw_dial(found, missing, ticks, ink),
     )
 
 
@@ -118,64 +142,74 @@ def _typical(records: Sequence[RunRecord]) -> Traffic | None:
 
 
 def _memory(records: Sequence[RunRecord]) -> list[_Panel]:
-    def stated(name: str):
-        return lambda found: [gib for each in found if each.stated and (gib := each.stated.term(name)) is not None]
+    def panel(name: str, axis: str, missing: str) -> _Panel:
+        stated = _by_dial(records, lambda record: _term(record.stated, name))
+        expected = [
+            replace(point, starts=point.starts[:1])
+            for point in _by_dial(records, lambda record: _term(plots.predicted(record), name))
+        ]
+        curves = [_Curve("predicted", expected, True)] if expected else []
+        curves = [] if missing or len(stated) < 2 else [*curves, _Curve("stated", stated)]
+        return _Panel(axis, f"{axis},\nGiB", curves, show_gib, missing=missing or "these runs do not state it")
 
-    def expected(name: str):
-        views = lambda found: [view for each in found if (view := plots.predicted(each))]  # noqa: E731
-        return lambda found: [gib for view in views(found)[:1] if (gib := view.term(name)) is not None]
-
-    panels = []
-    for name, label in (("activation", "activation"), ("kv_cache", "KV cache")):
-        points, rule = _by_dial(records, stated(name)), _by_dial(records, expected(name))
-        given = any(each.stated and each.stated.pool_given for each in records)
-        if len(points) < 2 or (given and name == "kv_cache"):
-            continue
-        curves = [_Curve("predicted", rule, True)] if rule else []
-        panels.append(_Panel(label, f"{label},\nGiB", [*curves, _Curve("stated", points)], show_gib))
-    return panels
-
-
-def _loads(records: Sequence[RunRecord], traffic: Traffic) -> list[_Panel]:
-    def of(value):
-        def values(found):
-            return [value(load) for each in found for load in goodput.loads_of(each) if load.traffic == traffic]
-
-        return _by_dial(records, values)
-
-    def quantile(name: str, which: str):
-        return of(lambda load: getattr(load.latency, f"{name}_ms")[which])
-
+    on_cpu = all(record.engine.backend == "cpu" for record in records)
+    given = any(record.stated and record.stated.pool_given for record in records)
     return [
-        _Panel(
-            "p99 TTFT",
-            "time to first\ntoken, ms",
-            [_Curve("p50", quantile("ttft", "p50")), _Curve("p99", quantile("ttft", "p99"))],
-            _ms,
-            True,
-        ),
-        _Panel(
-            "p99 ITL",
-            "inter-token\nlatency, ms",
-            [_Curve("p50", quantile("itl", "p50")), _Curve("p99", quantile("itl", "p99"))],
-            _ms,
-            True,
-        ),
-        _Panel("output", "output\ntokens/s", [_Curve("", of(lambda load: load.latency.output_tokens_per_s))], _rate),
+        panel("activation", "activation", "the CPU backend sets none aside" if on_cpu else ""),
+        panel("kv_cache", "KV cache", "its size was given in bytes, and no flag moves it" if given else ""),
     ]
+
+
+def _term(view: MemoryLedger | None, name: str) -> list[float]:
+    return [] if view is None or (gib := view.term(name)) is None else [gib]
+
+
+def _loads(records: Sequence[RunRecord], traffic: Traffic | None) -> list[_Panel]:
+    def curve(label: str, value: Callable[[Latency], float]) -> _Curve:
+        def values(record):
+            return [value(load.latency) for load in goodput.loads_of(record) if load.traffic == traffic]
+
+        return _Curve(label, _by_dial(records, values))
+
+    ttft = [curve("p50", lambda one: one.ttft_ms["p50"]), curve("p99", lambda one: one.ttft_ms["p99"])]
+    itl = [curve("p50", lambda one: one.itl_ms["p50"]), curve("p99", lambda one: one.itl_ms["p99"])]
+    speed = [curve("", lambda one: one.output_tokens_per_s)]
+    missing = "" if traffic else f"no load was sent {repeats.ENOUGH} times to two of the servers"
+    return [
+        _Panel(name, axis, [] if missing else curves, show, log, missing)
+        for name, axis, curves, show, log in (
+            ("p99 TTFT", "time to first\ntoken, ms", ttft, _ms, True),
+            ("p99 ITL", "inter-token\nlatency, ms", itl, _ms, True),
+            ("output", "output\ntokens/s", speed, _rate, False),
+        )
+    ]
+
+
+def _missing(panels: list[_Panel]) -> list[str]:
+    """The effects that are not shown, those with the same reason together."""
+    why: dict[str, list[str]] = {}
+    for panel in panels:
+        if not panel.curves:
+            why.setdefault(panel.missing, []).append(panel.name)
+    return [f"{', '.join(names)} ({reason})" for reason, names in why.items()]
 
 
 def _cell(panel: _Panel, at: int) -> str:
     """The last curve of a panel at one value of the dial: what was measured, and the 99th percentile of latencies."""
-    return next((_shown(panel.show, point.values) for point in panel.curves[-1].points if point.tokens == at), "")
+    points = panel.curves[-1].points
+    point = next((point for point in points if point.tokens == at), None)
+    if point is None:
+        return ""
+    change = _change(points[0], point)
+    return f"{panel.show(statistics.fmean(point.values))}, {change}" if change else _spread(panel.show, point.values)
 
 
 def _effect(panel: _Panel, ticks: list[int]) -> str:
-    each = [f"{at:,} {cell}" for at in ticks if (cell := _cell(panel, at))]
-    return f"{plots.capitalised(panel.name)} by tokens in a step: {', '.join(each)}."
+    each = [f"{at:,}: {cell}" for at in ticks if (cell := _cell(panel, at))]
+    return f"{plots.capitalised(panel.name)} by tokens in a step: {'; '.join(each)}."
 
 
-def _draw_dial(panels: list[_Panel], ticks: list[int], ink: str) -> Figure:
+def _draw_dial(panels: list[_Panel], missing: list[str], ticks: list[int], ink: str) -> Figure:
     figure, all_axes = _column(ink, [panel.axis for panel in panels])
     for panel, axes in zip(panels, all_axes, strict=True):
         styles = iter(zip(LINES, MARKERS, strict=False))
@@ -194,6 +228,9 @@ def _draw_dial(panels: list[_Panel], ticks: list[int], ink: str) -> Figure:
         if len(panel.curves) > 1:
             axes.legend(frameon=False, labelcolor=ink, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _tokens_below(all_axes[-1], ticks)
+    if missing:
+        text = "\n".join(f"not shown: {why}" for why in missing)
+        figure.supxlabel(text, color=ink, fontsize=9, x=0.02, ha="left")
     return figure
 
 
@@ -205,21 +242,20 @@ def _in_decades(axes) -> None:
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0,) if few else (1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}")
     axes.yaxis.set_minor_formatter(NullFormatter())
+    if few:
+        axes.set_ylim(bottom=10 ** math.floor(math.log10(axes.get_ylim()[0])))
 
 
 def _curve(axes, curve: _Curve, colour: str, dash: str, marker: str) -> None:
-    """Repeats as dots, the means joined, their intervals as bars."""
+    """Every measurement as a dot, a thin line for each load that went to all servers, a thick one for the means."""
     places = [point.tokens for point in curve.points]
     means = [statistics.fmean(point.values) for point in curve.points]
-    axes.plot(places, means, color=colour, linestyle=dash, linewidth=1.6, label=curve.label or None)
-    for point, mean in zip(curve.points, means, strict=True):
+    axes.plot(places, means, color=colour, linestyle=dash, linewidth=1.8, label=curve.label or None)
+    loads = list(zip(*(point.by_load for point in curve.points), strict=False))
+    for values in loads if len(loads) > 1 else ():
+        axes.plot(places, values, color=colour, linestyle=dash, linewidth=0.7, alpha=0.6)
+    for point in curve.points:
         axes.plot([point.tokens] * len(point.values), point.values, marker, color=colour, markersize=3.5, alpha=0.7)
-        if len(point.values) >= repeats.ENOUGH:
-            found = repeats.interval(point.values)
-            low = max(found.low, min(point.values) / 10)
-            axes.errorbar(
-                [point.tokens], [mean], [[mean - low], [found.high - mean]], color=colour, capsize=3, linewidth=1
-            )
 
 
 def _column(ink: str, names: list[str], height: float = 1.55):
@@ -297,17 +333,13 @@ def _labels(series: dict[str, list[RunRecord]]) -> list[str]:
 def _goodput_curves(series, labels, traffic: Traffic, limits: Limits) -> list[_Curve]:
     """Of each setting, good requests a second, and all of them (``predicted``: a line without dots)."""
 
-    def loads(found) -> list[Load]:
-        return [load for record in found for load in goodput.loads_of(record) if load.traffic == traffic]
+    def sent(record: RunRecord) -> list[Latency]:
+        return [load.latency for load in goodput.loads_of(record) if load.traffic == traffic]
 
     curves = []
     for label, records in zip(labels, series.values(), strict=True):
-        met = _by_dial(
-            records, lambda found: [goodput.of(load.latency, limits).requests_per_s for load in loads(found)]
-        )
-        every = _by_dial(
-            records, lambda found: [load.latency.completed / load.latency.duration_s for load in loads(found)]
-        )
+        met = _by_dial(records, lambda record: [goodput.of(each, limits).requests_per_s for each in sent(record)])
+        every = _by_dial(records, lambda record: [each.completed / each.duration_s for each in sent(record)])
         if met:
             curves += [_Curve(label, every, True), _Curve(label, met)]
     return curves
@@ -322,8 +354,8 @@ def _goodput_rows(panels):
                 yield (
                     name,
                     f"{good_.tokens:,}",
-                    _shown("{:.2f}".format, good_.values),
-                    _shown("{:.2f}".format, all_.values),
+                    _spread("{:.2f}".format, good_.values),
+                    _spread("{:.2f}".format, all_.values),
                     f"{share:.0%}",
                 )
 
@@ -348,6 +380,7 @@ def _draw_good(panels, ticks: list[int], ink: str) -> Figure:
                 dash,
                 marker,
             )
+        axes.margins(y=0.1)
         axes.set_ylim(bottom=0)
         axes.set_title(traffic.in_words(), color=ink, fontsize=9, loc="left")
     handles, names = all_axes[0].get_legend_handles_labels()
@@ -409,7 +442,7 @@ def changes(base: RunRecord, *others: RunRecord, only: str | None = None, replay
                 for label, name, found in rows
             ),
         ),
-        draw=lambda ink: _draw_changes(rows, ink),
+        draw=lambda ink: _draw_changes(rows, _dial_of(base), ink),
     )
 
 
@@ -432,13 +465,13 @@ def _measured(base: RunRecord, other: RunRecord):
                 yield traffic, *([value(load) for load in loads] for loads in pairs), name
 
 
-def _draw_changes(rows, ink: str) -> Figure:
+def _draw_changes(rows, base: int, ink: str) -> Figure:
     figure, axes = plots.subplots(ink, 7.5, 1.0 + 0.3 * len(rows))
     for row, (_, name, found) in enumerate(rows):
         (colour, _), marker = LINES[list(MEASURES).index(name)], MARKERS[list(MEASURES).index(name)]
         ends = [[100 * (found.mean - found.low)], [100 * (found.high - found.mean)]]
         axes.errorbar([100 * found.mean], [row], xerr=ends, fmt=marker, color=colour, capsize=3, markersize=5)
     axes.axvline(0, color=ink, linewidth=1)
-    axes.set_yticks(range(len(rows)), [f"{label}: {name}" for label, name, _ in rows])
-    axes.set(xlabel="change in %, with its 95 % interval", ylim=(len(rows) - 0.4, -0.6))
+    axes.set_yticks(range(len(rows)), [f"{label.removeprefix(f'{DIAL} ')}: {name}" for label, name, _ in rows])
+    axes.set(xlabel=f"change from {DIAL} {base:,} in %, with its 95 % interval", ylim=(len(rows) - 0.4, -0.6))
     return figure
