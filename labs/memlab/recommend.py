@@ -133,8 +133,10 @@ def recommend(records: Sequence[RunRecord], goal: Goal, traffic: Traffic | None 
         traffic: which of several kinds of load to judge by; None where only one was repeated.
 
     Raises:
-        MemlabError: where no kind of load, or more than one, was repeated.
+        MemlabError: without records, and where no kind of load, or more than one, was repeated.
     """
+    if not records:
+        raise MemlabError("no runs to recommend a setting from: run the sweep first")
     traffic = traffic or _only(records)
     settings: dict[str, list[RunRecord]] = {}
     for each in records:

@@ -223,8 +223,7 @@ def _draw_dial(panels: list[_Panel], missing: list[str], ticks: list[int], ink: 
         if panel.log:
             _in_decades(axes)
         else:
-            axes.margins(y=0.1)
-            axes.set_ylim(bottom=0)
+            _from_zero(axes)
         if len(panel.curves) > 1:
             axes.legend(frameon=False, labelcolor=ink, fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     _tokens_below(all_axes[-1], ticks)
@@ -232,6 +231,10 @@ def _draw_dial(panels: list[_Panel], missing: list[str], ticks: list[int], ink: 
         text = "\n".join(f"not shown: {why}" for why in missing)
         figure.supxlabel(text, color=ink, fontsize=9, x=0.02, ha="left")
     return figure
+
+
+def _from_zero(axes) -> None:
+    axes.set_ylim(0, 1.1 * max(max(line.get_ydata()) for line in axes.lines))
 
 
 def _in_decades(axes) -> None:
@@ -380,8 +383,7 @@ def _draw_good(panels, ticks: list[int], ink: str) -> Figure:
                 dash,
                 marker,
             )
-        axes.margins(y=0.1)
-        axes.set_ylim(bottom=0)
+        _from_zero(axes)
         axes.set_title(traffic.in_words(), color=ink, fontsize=9, loc="left")
     handles, names = all_axes[0].get_legend_handles_labels()
     unique = dict(zip(names, handles, strict=True))

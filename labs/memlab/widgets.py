@@ -727,6 +727,9 @@ class GoalPanel:
         traffic: the load to judge by.
         ttft_p99_ms: the limit to begin with, of the 99th percentile of the time to first token.
         itl_p99_ms: the same of the inter-token latency.
+
+    Raises:
+        MemlabError: without runs.
     """
 
     def __init__(self, runs: list[RunRecord], traffic: Traffic, ttft_p99_ms: float, itl_p99_ms: float):
@@ -764,8 +767,9 @@ class GoalPanel:
         self.shown.value = advice.table()._repr_html_()
 
     def show_error(self, error: BaseException) -> None:
-        """An error of ours, where the reader looks."""
+        """An error of ours, where the reader looks; what was recommended for other limits does not stay under it."""
         self.said.value = _say(f"{type(error).__name__}: {error}", "This should not happen.", "alert")
+        self.shown.value = ""
 
     def _repr_mimebundle_(self, include=None, exclude=None) -> dict:
         if lab.in_book():
