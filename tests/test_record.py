@@ -224,8 +224,8 @@ PLAIN = ("units", "errors", "flags", "launch", "pasted", "configs", "quantizatio
          "record", "tables", "plan_view", "finding_view", "page")  # fmt: skip
 ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
          "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "pruning", "screen", "attach",
-         "watch", "notebook", "plots", "comparisons", "traffic_plots", "token_plots", "recommend", "clinic",
-         "preflight", "panel", "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
+         "watch", "notebook", "plots", "rank_plots", "comparisons", "traffic_plots", "token_plots", "recommend",
+         "clinic", "preflight", "panel", "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

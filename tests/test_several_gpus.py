@@ -2,12 +2,20 @@
 
 import importlib.machinery
 import importlib.util
+import itertools
 import json
+import re
+import sys
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from memlab import cards, planner, sweep
+from fixtures_record import cpu_record, cuda_record
+from memlab import cards, gpu, lab, ledger, planner, plots, rank_plots, record, sweep, vllm_log
+from memlab.errors import ServerError
+from memlab.flags import ServeFlags
 from memlab.shapes import LAB_MODELS
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -47,8 +55,8 @@ def of(name: str, **wanted) -> list[sweep.Setting]:
 
 def test_a_grid_goes_by_its_name_and_a_labs_name_stays_the_labs():
     assert RECORD.named_grid("two-cards") == ROOT / "labs" / "grids" / "two-cards.json"
-    for lab in ("01", "01-ledger", "nothing", None):
-        assert RECORD.named_grid(lab) is None
+    for name in ("01", "01-ledger", "nothing", None):
+        assert RECORD.named_grid(name) is None
 
 
 def test_every_setting_has_its_own_place_and_fits_a_call():
@@ -126,3 +134,219 @@ def test_the_planner_says_what_starts_and_the_bursts_fill_the_pool():
         filled = min(plan.prediction.kv_tokens, plan.reachable_kv_tokens)
         assert fp8 or asked > filled, f"{setting}: {asked} tokens into {filled}"
     assert refused == [("qwen2.5-32b-awq", (1, 1), 8192)], "one card alone: a step of 8192 leaves no pool"
+
+
+# ---- each rank's ledger ----
+
+LOGS = ROOT / "tests" / "data" / "vllm_logs"
+WORKERS = re.compile(r"\(EngineCore pid=\d+\) (.*\[(?:gpu_worker|model_runner|cudagraph_utils|parallel_state)\.py.*)")
+ONCE = ("Available KV cache memory", "Using V2 Model Runner")  # logger.info_once: the first rank alone says it
+
+
+def log_of(ranks: list[str], name: str = "graphs") -> list[vllm_log.Event]:
+    """A real log of 0.33.0 on one GPU, its worker's lines said by each of these ranks."""
+    lines = []
+    for line in (LOGS / f"h200-0.33.0-{name}.log").read_text().splitlines():
+        said = WORKERS.match(line)
+        if said is None:
+            lines.append(line)
+            continue
+        once = any(words in line for words in ONCE)
+        lines += [f"(Worker_{rank} pid={number}) {said[1]}" for number, rank in enumerate(ranks[: 1 if once else None])]
+    return list(vllm_log.parse(lines))
+
+
+def eight_ranks(pipeline: bool = False) -> record.RunRecord:
+    """Llama-2-70B on eight GPUs as the planner has it, its ranks a little apart; made up, no measurement."""
+    sizes = {"pipeline_parallel_size": 8} if pipeline else {"tensor_parallel_size": 8}
+    asked = of("flagship", max_num_batched_tokens=2048, enforce_eager=True, **sizes)[0]
+    plan = planner.plan(LAB_MODELS[asked.model], cards.find(asked.card), asked.flags, changes=False)
+    base = cuda_record("synthetic-eight")
+    ranks = []
+    for number in range(8):
+        kept = plan.prediction.stages[number if pipeline else 0].ledger
+        off = 0.01 * number
+        stated = replace(
+            kept,
+            view="stated",
+            context_gib=None,
+            consumed_gib=kept.consumed_gib + off,
+            kv_cache_gib=kept.kv_cache_gib - off,
+        )
+        peak = 1.2 + kept.budget_gib + off
+        seen = ledger.MemoryLedger(
+            "seen", device_total_gib=140.4, baseline_gib=116.0, peak_gib=peak, headroom_gib=140.4 - 116.0 - peak,
+            context_gib=1.1, budget_gib=kept.budget_gib, unprofiled_gib=peak - 1.1 - kept.budget_gib,
+        )  # fmt: skip
+        ranks.append(record.Rank(stated, seen, record.Timeline("device", 50.0, [0.0, 9.0, 10.0], [0.0, peak, 0.0])))
+    return replace(
+        base,
+        machine=replace(base.machine, gpu_count=8, link="nvlink"),
+        model=record.Model(asked.model, "dummy", LAB_MODELS[asked.model].to_config()),
+        flags=record.Flags(asked.flags.set(), asked.flags.set()),
+        ranks=ranks,
+        prediction=plan.prediction.to_dict(),
+    )
+
+
+@pytest.mark.parametrize("name", ["eager", "graphs"])
+def test_every_rank_states_a_whole_ledger_though_the_pool_is_printed_once(name):
+    events = log_of(["TP0", "TP1", "TP2"], name)
+    alone = vllm_log.stated_ledger(list(vllm_log.parse_file(LOGS / f"h200-0.33.0-{name}.log")))
+    assert vllm_log.ranks(events) == ["TP0", "TP1", "TP2"]
+    for rank in ("TP0", "TP1", "TP2"):
+        stated = vllm_log.stated_ledger(events, rank)
+        assert stated == replace(alone, pool_given=stated.pool_given) and not stated.pool_given
+        assert all(identity.holds for identity in stated.identities())
+
+
+def test_a_prediction_is_held_to_the_stage_of_its_rank():
+    tensor, pipeline = eight_ranks(), eight_ranks(pipeline=True)
+    assert "stages" not in tensor.prediction and len(pipeline.prediction["stages"]) == 8
+    assert len({plots.predicted(tensor, rank).weights_gib for rank in range(8)}) == 1
+    first, middle, last = (plots.predicted(pipeline, rank) for rank in (0, 3, 7))
+    assert first.weights_gib > middle.weights_gib < last.weights_gib, "the ends have the embeddings and the head"
+    rows = {row[0]: row for row in plots.reconcile(pipeline, 3).rows}
+    assert rows["KV cache"][4] == "−31 MiB", "rank 3 holds 0.03 GiB more than its own stage was predicted to"
+    assert rows["KV cache"][5] == "yes"
+
+
+def test_the_figure_of_ranks_says_how_far_they_are_apart():
+    plot = rank_plots.ranks(eight_ranks())
+    assert "8 ranks." in plot.alt
+    assert "Weights, stated: 16.07 GiB on each." in plot.alt
+    assert "KV cache, stated: 3.50 GiB on rank 7 to 3.57 GiB on rank 0." in plot.alt
+    assert "Context, seen: 1.10 GiB on each." in plot.alt
+    assert [row[0] for row in plot.table.rows] == [*(f"rank {number}" for number in range(8)), "most less least"]
+    apart = dict(zip(plot.table.header, plot.table.rows[-1], strict=True))
+    assert apart["KV cache, stated"] == apart["buffers and non-torch, stated"] == "72 MiB"
+    assert apart["weights, stated"] == "none"
+
+
+@pytest.mark.parametrize("pipeline", [False, True])
+def test_a_stage_is_predicted_once_and_each_rank_stated_and_seen(pipeline):
+    labels = [bar.label for bar in rank_plots._bars(eight_ranks(pipeline), "")]
+    predicted = [label for label in labels if label.endswith("predicted")]
+    assert predicted == (
+        [f"stage {number}, predicted" for number in range(1, 9)] if pipeline else ["every rank, predicted"]
+    )
+    for view in ("stated", "seen"):
+        assert [label for label in labels if label.endswith(view)] == [f"rank {number}, {view}" for number in range(8)]
+
+
+def test_runs_over_nvlink_and_without_are_told_apart():
+    one = eight_ranks()
+    given = {**one.flags.given, "extra": ["--disable-custom-all-reduce"]}
+    other = replace(one, flags=replace(one.flags, given=given), variables={"NCCL_P2P_DISABLE": "1"})
+    assert plots.labels(one, other) == ["over NVLink", "without peer access"]
+    flag = replace(one, flags=replace(one.flags, given=given))
+    assert plots.labels(one, flag) == ["no other argument", "--disable-custom-all-reduce"]
+    both = rank_plots.ranks(one, other)
+    assert "Without peer access: 8 ranks." in both.alt and len(both.table.rows) == 18
+
+
+def test_host_memory_is_no_ranks_own():
+    one = cpu_record()
+    stated = record.Rank(one.stated, None, None)
+    plot = rank_plots.ranks(replace(one, ranks=[*one.ranks, stated]))
+    assert "The host's memory, seen as a whole, peaks at 3.10 GiB." in plot.alt
+    assert not any(name.endswith("seen") for name in plot.table.header)
+    assert "rank 1, stated" in plot.svg() and "host, seen" in plot.svg() and "rank 0, seen" not in plot.svg()
+
+
+def test_a_run_on_one_gpu_has_no_figure_of_ranks():
+    with pytest.raises(ValueError, match="one GPU"):
+        rank_plots.ranks(cuda_record())
+
+
+def test_a_record_of_eight_ranks_fits_its_file(tmp_path):
+    """The most that such a run keeps: memory of each rank at 50 Hz for ten minutes, a full log, two loads."""
+    sizes = itertools.cycle(range(97))
+    sampler = gpu.Sampler(lambda: [10 + 0.12345 * next(sizes) for _ in range(8)], "device", 50.0, [0.0] * 8)
+    for _ in range(30_000):
+        sampler.sample()
+    made = eight_ranks(pipeline=True)
+    ranks = [
+        replace(rank, seen=None, timeline=line) for rank, line in zip(made.ranks, sampler.timelines(), strict=True)
+    ]
+    samples = [round(1234.5678 * number, 3) for number in range(64)]
+    kept = {name: samples for name in ("ttft_samples_ms", "tpot_samples_ms", "longest_itl_samples_ms")}
+    latency = replace(
+        made.latency, **kept, itl_quantiles_ms=[*samples, *samples[:37]], output_samples_tokens=[256] * 64
+    )
+    loads = [record.Load(made.traffic, 100.123, 200.456, [21.2345] * 8, latency) for _ in range(2)]
+    times = [round(0.517 * number, 3) for number in range(200)]
+    log = vllm_log.memory_lines(log_of([f"PP{number}" for number in range(8)]))
+    full = replace(
+        made, ranks=ranks, loads=loads, traffic=None, latency=None, log=log,
+        series=record.Series(times, times, times, times, times),
+    )  # fmt: skip
+    assert len(record.dumps(full)) < 0.9 * record.MAX_BYTES
+    assert record.read(record.write(full, tmp_path)) == full
+    assert sum("Actual usage is" in line for line in log) == 8, "each rank's own summary is kept"
+
+
+# ---- how the GPUs are joined ----
+
+
+def test_a_played_cards_ranks_are_joined_as_those_of_the_machine_that_plays_it():
+    place = lab.Here("live", "cuda", replace(cuda_record().machine, total_gib=139.8, gpu_count=2, link="nvlink"))
+    asked = of("two-cards", tensor_parallel_size=2)[0]
+
+    def consumed(machine: record.Machine, **variables) -> float:
+        at = replace(place, machine=machine)
+        return lab.prediction(at, asked.model, asked.flags, asked.card, "0.33.0", variables).ledger.consumed_gib
+
+    joined = consumed(place.machine)
+    apart = consumed(replace(place.machine, link="pcie"))
+    assert joined > apart + 1
+    assert consumed(place.machine, NCCL_P2P_DISABLE="1") == apart
+
+
+def test_two_ranks_of_the_cpu_backend_hold_half_of_the_weights_and_twice_the_tokens():
+    place = lab.Here("live", "cpu", cpu_record().machine)
+    flags = ServeFlags(kv_cache_memory_bytes=1 << 30)
+    one, two = (lab.prediction(place, "tiny-llama", flags.with_(tensor_parallel_size=ranks)) for ranks in (1, 2))
+    assert two.kv_tokens == 2 * one.kv_tokens
+    assert two.ledger.weights_gib < 0.6 * one.ledger.weights_gib
+
+
+# ---- the ballast of several GPUs ----
+
+
+GPUS = [SimpleNamespace(index=number, uuid=f"GPU-{number}") for number in range(3)]
+
+
+@pytest.fixture
+def ballasts(monkeypatch):
+    """The ballasts that were started, as (GPU, GiB to leave free, child): small programs, and GPU 2 is full."""
+    made = []
+
+    class Small(lab.Child):
+        def __init__(self, arguments, log, env, on_line):
+            number = env["CUDA_VISIBLE_DEVICES"]
+            code = "import time; print('{}', flush=True); time.sleep(60)"
+            if number == "2":
+                code = "import sys; sys.exit('memlab ballast: only 3.00 GiB are free')"
+            made.append((number, arguments[-1], self))
+            super().__init__([sys.executable, "-c", code], log, env, on_line)
+
+    monkeypatch.setattr(lab, "Child", Small)
+    monkeypatch.setattr(lab.server.gpu, "devices", lambda: GPUS)
+    return made
+
+
+def test_each_gpu_has_a_ballast_of_its_own_that_goes_with_the_run(ballasts, tmp_path):
+    with lab.ballast(GPUS[:2], 23.58, tmp_path):
+        assert [(number, free) for number, free, _ in ballasts] == [("0", "23.58"), ("1", "23.58")]
+        assert all(child.poll() is None for *_, child in ballasts)
+    assert all(child.poll() is not None for *_, child in ballasts)
+
+
+def test_one_gpu_whose_memory_cannot_be_held_stops_the_others_ballast(ballasts, tmp_path):
+    with (
+        pytest.raises(ServerError, match="GPU 2 could not be held.*3.00 GiB are free"),
+        lab.ballast(GPUS, 23, tmp_path),
+    ):
+        pass
+    assert len(ballasts) == 3 and all(child.poll() is not None for *_, child in ballasts)

@@ -18,6 +18,7 @@ warning, which fails the build.
 
 import os
 import re
+import shlex
 import sys
 from pathlib import Path
 
@@ -41,6 +42,7 @@ from memlab import (  # noqa: E402
     finding_view,
     flags,
     plots,
+    rank_plots,
     record,
     schedule_plots,
     token_plots,
@@ -66,6 +68,7 @@ FIGURES = {
     "good": token_plots.good,
     "pauses": schedule_plots.pauses,
     "pool": traffic_plots.pool,
+    "ranks": rank_plots.ranks,
     "schedule": schedule_plots.schedule,
     "speeds": traffic_plots.speeds,
     "throughput": traffic_plots.throughput,
@@ -297,6 +300,12 @@ def traffic_of(run: record.RunRecord) -> str:
     return "; then ".join(load.in_words() for load in sent) or "none"
 
 
+def command_of(run: record.RunRecord) -> str:
+    """The line that starts the same server, with the variables that it was given."""
+    variables = "".join(f"{name}={shlex.quote(value)} " for name, value in run.variables.items())
+    return variables + run.served_flags.command(run.model.name)
+
+
 def neighbour_in_words(neighbour: record.Neighbour) -> str:
     """What another process on the GPU did."""
     when = "when the server is ready" if neighbour.comes == "when_ready" else "before the server"
@@ -423,6 +432,9 @@ class RecordedRuns(SphinxDirective):
         ledger = plots.ledger_table(run)
         if ledger.rows:
             body += table(ledger.header, ledger.rows, "memlab-numbers")
+        if len(run.ranks) > 1:
+            ranks = rank_plots.table(run)
+            body += table(ranks.header, ranks.rows, "memlab-numbers")
         body += self.command(run)
         body += table(("of this run", "value"), self.facts(run))
         if run.log:
@@ -437,7 +449,7 @@ class RecordedRuns(SphinxDirective):
 
     @staticmethod
     def command(run: record.RunRecord) -> nodes.literal_block:
-        text = run.served_flags.command(run.model.name)
+        text = command_of(run)
         return nodes.literal_block(text, text, language="bash")
 
     def facts(self, run: record.RunRecord) -> list[tuple[str, str]]:

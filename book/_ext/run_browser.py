@@ -22,12 +22,21 @@ from sphinx.util import logging
 from sphinx.util.docutils import SphinxDirective
 
 import record_pages
-from memlab import ledger, plots, record, traffic_plots, units
+from memlab import ledger, plots, rank_plots, record, traffic_plots, units
 
 UID = "memlab-uid"  # in a figure's ids; the script puts a name of its own there each time it shows one
-SOURCES = [Path(module.__file__) for module in (plots, traffic_plots, ledger, record, units)] + [Path(__file__)]
+SOURCES = [Path(module.__file__) for module in (plots, rank_plots, traffic_plots, ledger, record, units)] + [
+    Path(__file__)
+]
 RUNS = "_static/runs"
-DRAWN = (plots.timeline, plots.ledger, traffic_plots.by_load, traffic_plots.allocator, traffic_plots.pool)
+DRAWN = (
+    plots.timeline,
+    plots.ledger,
+    rank_plots.ranks,
+    traffic_plots.by_load,
+    traffic_plots.allocator,
+    traffic_plots.pool,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +113,7 @@ def contents(run: record.RunRecord, page: str, download: str | None) -> dict:
         "where": run.where(),
         "facts": [(name, value) for name, value in facts if value],
         "error": run.error,
-        "command": run.served_flags.command(run.model.name),
+        "command": record_pages.command_of(run),
         "page": page,
         "download": download,
         "figures": [figure for draw in DRAWN if (figure := drawn(draw, run))],

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -362,13 +363,14 @@ def ballast(devices: list[gpu.Device], free_gib: float, folder: Path, name: str 
                 server.device_variables([device.uuid]),
                 lambda line, held=held: held.set() if line.startswith("{") else None,
             )
-            holders.append(child)
+            holders.append((device, child, held))
+        for device, child, held in holders:
             while not held.wait(0.2):
                 if child.poll() is not None:
                     raise ServerError(f"the memory of GPU {device.index} could not be held: {child.log.read_text()}")
         yield
     finally:
-        for child in holders:
+        for _, child, _ in holders:
             child.stop()
 
 
@@ -404,31 +406,45 @@ def recorded(
     return found
 
 
+def linked(machine: Machine, variables: Mapping[str, str] | None = None) -> bool | None:
+    """Whether a run's GPUs talk over NVLink; None where that is not known. NCCL_P2P_DISABLE=1 keeps NCCL off it."""
+    if (variables or {}).get("NCCL_P2P_DISABLE") == "1":
+        return False
+    return {"nvlink": True, "pcie": False}.get(machine.link)
+
+
 def prediction(
-    place: Here, model: str, flags: ServeFlags, card: str | None = None, vllm: str | None = None
+    place: Here,
+    model: str,
+    flags: ServeFlags,
+    card: str | None = None,
+    vllm: str | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Prediction | None:
     """The planner's ledger for a lab model, before anything is started; None for a model whose shape is not known.
 
-    On the CPU backend only two terms are known beforehand: the weights, and the pool that is given in bytes.
+    A played card gives its capacity alone: GPUs are joined as those of this machine are. On the CPU backend only two
+    terms are known beforehand: the weights, and the pool that is given in bytes, both of one rank.
 
     Args:
-        place, model, flags, card: as for ``run``.
+        place, model, flags, card, variables: as for ``run``.
         vllm: the version; None for the installed one.
     """
     shape = record.shapes.LAB_MODELS.get(model)
     if shape is None:
         return None
     if place.backend == "cpu":
-        pool, block = flags.kv_cache_memory_bytes, flags.block_size or 128
+        pool, block, ranks = flags.kv_cache_memory_bytes, flags.block_size or 128, flags.tensor_parallel_size or 1
         if pool is None:
             return None
-        block_bytes = shape.kv_bytes_per_token(flags.kv_cache_dtype or "auto") * block
-        known = MemoryLedger("predicted", weights_gib=weights_gib(shape), kv_cache_gib=pool / GIB, pool_given=True)
+        block_bytes = shape.kv_bytes_per_token(flags.kv_cache_dtype or "auto", ranks) * block
+        weights = weights_gib(shape, ranks)
+        known = MemoryLedger("predicted", weights_gib=weights, kv_cache_gib=pool / GIB, pool_given=True)
         return Prediction(known, kv_tokens=pool // block_bytes * block)
     vllm = vllm or vllm_version()
     resolved = record.resolve(flags, place.machine, "cuda", vllm, shape.max_position_embeddings, card)
     total = cards.find(card).total_gib if card else place.machine.total_gib
-    return predict(shape, total, resolved, record.version_of(vllm))
+    return predict(shape, total, resolved, record.version_of(vllm), linked(place.machine, variables))
 
 
 @dataclass(frozen=True)
@@ -457,7 +473,7 @@ class _LiveRun:
         self.given = flags
         if load_format and flags.load_format is None:
             flags = flags.with_(load_format=load_format)
-        predicted = prediction(place, model, self.given, card.name if card else None)
+        predicted = prediction(place, model, self.given, card.name if card else None, variables=self.variables)
         self.prediction = predicted.to_dict() if predicted else None
         if card:
             flags = self._as_on(card, flags)

@@ -170,11 +170,17 @@ class Prediction:
     tightest: int = 0
 
     def to_dict(self) -> dict:
-        """For a record: what is known, rounded to a MiB."""
-        known = {name: value for name, value in asdict(self.ledger).items() if value is not None}
-        rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in known.items()}
-        bands = {name: [round(low, 3), round(high, 3)] for name, (low, high) in self.bands.items()}
-        return {"planner": self.planner, "ledger": rounded, "bands": bands, "kv_tokens": self.kv_tokens}
+        """For a record: what is known, rounded to a MiB. Of a pipeline each of its ``stages`` too."""
+        found = {"planner": self.planner, **_rounded(self.ledger, self.bands), "kv_tokens": self.kv_tokens}
+        if len(self.stages) > 1:
+            found["stages"] = [_rounded(stage.ledger, stage.bands) for stage in self.stages]
+        return found
+
+
+def _rounded(ledger: MemoryLedger, bands: dict[str, tuple[float, float]]) -> dict:
+    known = {name: value for name, value in asdict(ledger).items() if value is not None}
+    rounded = {name: round(value, 3) if isinstance(value, float) else value for name, value in known.items()}
+    return {"ledger": rounded, "bands": {name: [round(low, 3), round(high, 3)] for name, (low, high) in bands.items()}}
 
 
 def weights_gib(shape: ModelShape, tensor_parallel_size: int = 1) -> float:

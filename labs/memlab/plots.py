@@ -133,7 +133,7 @@ def labels(*records: RunRecord) -> list[str]:
     differing = [name for name in names if len({str(each[name]) for each in facts}) > 1]
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
-    return [", ".join(fact(name, each.get(name)) for name in differing) for each in facts]
+    return [", ".join(filter(None, (fact(name, each.get(name)) for name in differing))) for each in facts]
 
 
 def names(*records: RunRecord) -> list[str]:
@@ -142,20 +142,42 @@ def names(*records: RunRecord) -> list[str]:
     return found if max(map(len, found)) <= 40 else [f"run {number}" for number in range(1, len(records) + 1)]
 
 
+_APART = "without peer access"
+
+
 def _facts(record: RunRecord) -> dict[str, object]:
+    given, joined = dict(record.flags.given), _joined(record)
+    extra = [
+        word for word in given.pop("extra", ()) if not (joined == _APART and word == "--disable-custom-all-reduce")
+    ]
     return {
         "model": record.model.name,
         "vLLM": record.engine.vllm,
         "card": record.card or record.machine.gpu or "CPU backend",
-        **record.flags.given,
+        **given,
+        **({"extra": " ".join(extra)} if extra else {}),
+        **({"joined": joined} if joined else {}),
         "repeat": record.repeat,
     }
+
+
+def _joined(record: RunRecord) -> str | None:
+    """How the GPUs of a run talk; None for one GPU, or where nobody knows."""
+    if (record.machine.gpu_count or 0) < 2:
+        return None
+    if record.variables.get("NCCL_P2P_DISABLE") == "1":
+        return _APART
+    return {"nvlink": "over NVLink", "pcie": "over PCIe"}.get(record.machine.link)
 
 
 def fact(name: str, value) -> str:
     """A flag and its value in a few words."""
     if name == "enforce_eager":
         return "eager" if value else "CUDA graphs"
+    if name == "extra":
+        return (value if isinstance(value, str) else " ".join(value or ())) or "no other argument"
+    if name == "joined":
+        return value or ""
     if name in ("model", "card"):
         return str(value)
     if name == "kv_cache_memory_bytes" and value is not None:
@@ -178,15 +200,23 @@ def difference(before: float, after: float) -> str:
     return "none" if abs(change) < 0.005 else show_gib(change, signed=True)
 
 
-def predicted(record: RunRecord) -> MemoryLedger | None:
-    """The ledger that was predicted before the run, where the record holds one."""
-    ledger = (record.prediction or {}).get("ledger")
+def _of_stage(record: RunRecord, rank: int) -> dict:
+    """The prediction of a rank: of its stage, where a pipeline has several."""
+    prediction = record.prediction or {}
+    stages = prediction.get("stages")
+    return stages[rank // (record.served_flags.tensor_parallel_size or 1)] if stages else prediction
+
+
+def predicted(record: RunRecord, rank: int = 0) -> MemoryLedger | None:
+    """A rank's ledger as it was predicted before the run, where the record holds one."""
+    ledger = _of_stage(record, rank).get("ledger")
     return MemoryLedger(**ledger) if isinstance(ledger, dict) else ledger
 
 
-def views(record: RunRecord) -> list[MemoryLedger]:
-    """The first rank's ledgers that say anything: predicted, stated, seen."""
-    return [view for view in (predicted(record), record.stated, record.seen) if view is not None and view.known()]
+def views(record: RunRecord, rank: int = 0) -> list[MemoryLedger]:
+    """A rank's ledgers that say anything: predicted, stated, seen."""
+    measured = (record.ranks[rank].stated, record.ranks[rank].seen) if rank < len(record.ranks) else ()
+    return [view for view in (predicted(record, rank), *measured) if view is not None and view.known()]
 
 
 # ---- memory over time ----
@@ -257,7 +287,7 @@ def memory_name(records) -> str:
 
 
 def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plot:
-    """Memory over time of each rank, baseline subtracted, in GiB; the phases of the first record are marked.
+    """Memory over time of each rank, baseline subtracted, in GiB; the phases of the run that came furthest are marked.
 
     Raises:
         ValueError: where no record holds a timeline.
@@ -306,6 +336,11 @@ def live(timelines: list[Timeline], phases: list[Phase]) -> Plot:
     )
 
 
+def _marked(lines: list[_Line]) -> _Line:
+    """The line whose phases are marked: one that was refused or stopped early has few to show."""
+    return max(lines, key=lambda line: len(line.phases))
+
+
 def _timeline_alt(lines, memory: str, budget) -> str:
     sentences = []
     for line in lines:
@@ -320,9 +355,10 @@ def _timeline_alt(lines, memory: str, budget) -> str:
             distance = "level with" if abs(above) < 0.005 else f"{show_gib(abs(above))} {side}"
             sentence += f", {distance} {budget[0]} ({show_gib(budget[1])})"
         sentences.append(sentence + ".")
-    steps = ", ".join(f"{name} {show_gib(highest)}" for name, _, highest in lines[0].phases)
+    marked = _marked(lines)
+    steps = ", ".join(f"{name} {show_gib(highest)}" for name, _, highest in marked.phases)
     if steps:
-        sentences.append(f"Highest in each phase{' of ' + lines[0].label if lines[0].label else ''}: {steps}.")
+        sentences.append(f"Highest in each phase{' of ' + marked.label if marked.label else ''}: {steps}.")
     return " ".join(sentences)
 
 
@@ -349,8 +385,11 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
     figure, axes = subplots(ink, 7.5, 4.4)
     top = max(line.peak[0] for line in lines)
     end = max(line.time_s[-1] for line in lines)
-    for line, (colour, dash) in zip(lines, itertools.cycle(LINES), strict=False):
-        axes.plot(line.time_s, line.used_gib, color=colour, linestyle=dash, linewidth=1.8, label=line.label or None)
+    marked = _marked(lines)
+    alike = len({tuple(start for _, start, _ in line.phases) for line in lines}) == 1  # ranks of one run
+    labels = [f"{line.label} (phases marked)" if line is marked and not alike else line.label for line in lines]
+    for line, label, (colour, dash) in zip(lines, labels, itertools.cycle(LINES), strict=False):
+        axes.plot(line.time_s, line.used_gib, color=colour, linestyle=dash, linewidth=1.8, label=label or None)
         axes.plot([line.peak[1]], [line.peak[0]], "o", color=colour, markersize=6)
     highest = max(lines, key=lambda line: line.peak[0])
     late = highest.peak[1] > 0.7 * end
@@ -375,9 +414,9 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
             color=ink,
         )
     axes.set(xlabel="seconds since the start", ylabel=f"{memory}, GiB", xlim=(0, end * 1.01), ylim=(0, top * 1.12))
-    _mark_phases(axes, lines[0].phases, end, ink)
+    _mark_phases(axes, marked.phases, end, ink)
     if len(lines) > 1:
-        columns = max(1, 70 // (8 + max(len(line.label) for line in lines)))
+        columns = max(1, 70 // (8 + max(map(len, labels))))
         columns = min(columns, len(lines))
         figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=ink)
     return figure
@@ -442,12 +481,13 @@ def segments(view: MemoryLedger) -> list[tuple[str, float]]:
     return [(name, size) for name, size in found if size]
 
 
-def _context(record: RunRecord) -> float:
-    return next((view.context_gib for view in views(record) if view.context_gib is not None), 0.0)
+def context_of(record: RunRecord, rank: int = 0) -> float:
+    """A rank's context in GiB, as seen, else as predicted; 0 where nobody knows it."""
+    return next((view.context_gib for view in reversed(views(record, rank)) if view.context_gib is not None), 0.0)
 
 
 @dataclass(frozen=True)
-class _Bar:
+class Bar:
     """``context_gib`` is the record's: a bar whose view does not know it leaves that much room before it starts."""
 
     label: str
@@ -474,7 +514,7 @@ def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
         ValueError: where no record holds a ledger.
     """
     bars = [
-        _Bar("\n".join(filter(None, [label, view.view])), view, _context(record))
+        Bar("\n".join(filter(None, [label, view.view])), view, context_of(record))
         for record, label in zip(records, names(*records), strict=True)
         for view in views(record)
     ]
@@ -485,7 +525,7 @@ def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
         alt=" ".join(filter(None, [_ledger_alt(bars), _largest_difference(records)])),
         caption=caption(records, replayed),
         table=ledger_table(*records),
-        draw=lambda ink: _draw_ledger(bars, ink),
+        draw=lambda ink: draw_bars(bars, ink),
     )
 
 
@@ -516,8 +556,9 @@ def _largest_difference(records) -> str:
     return f"From {first} to {second}, {words(name)} changes most: {difference(before[name], after[name])}."
 
 
-def _draw_ledger(bars, ink: str) -> Figure:
-    figure, axes = subplots(ink, 7.5, 1.7 + 0.72 * len(bars))
+def draw_bars(bars: list[Bar], ink: str, each: float = 0.72) -> Figure:
+    """Stacked bars, one below the other, ``each`` of so many inches."""
+    figure, axes = subplots(ink, 7.5, 1.7 + each * len(bars))
     longest = max(max(bar.end, bar.budget_end or 0) for bar in bars)
     limit = 1.18 * longest
     used = {}
@@ -545,7 +586,7 @@ def _draw_ledger(bars, ink: str) -> Figure:
     return figure
 
 
-def _draw_headroom(axes, row: int, left: float, bar: _Bar, limit: float, ink: str) -> None:
+def _draw_headroom(axes, row: int, left: float, bar: Bar, limit: float, ink: str) -> None:
     """An outline of what stayed free; where it is longer than the picture, it runs off the edge."""
     headroom = bar.view.headroom_gib
     if headroom is None:
@@ -610,11 +651,12 @@ _WHY = {
 }
 
 
-def reconcile(record: RunRecord) -> Table:
-    """Each term of one run as predicted, stated and seen, whether the first is inside its band, and why they differ."""
-    known = {view.view: view for view in views(record)}
-    bands = (record.prediction or {}).get("bands", {})
-    given = bool(record.stated and record.stated.pool_given)
+def reconcile(record: RunRecord, rank: int = 0) -> Table:
+    """Each term of one rank as predicted, stated and seen, whether the first is in its band, and why they differ."""
+    known = {view.view: view for view in views(record, rank)}
+    bands = _of_stage(record, rank).get("bands", {})
+    stated = known.get("stated")
+    given = bool(stated and stated.pool_given)
     rows = []
     for term, why in _WHY.items():
         values = [known[view].term(term) if view in known else None for view in ("predicted", "stated", "seen")]

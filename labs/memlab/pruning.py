@@ -127,7 +127,7 @@ def _on_gpu(setting: Setting, shape, place, vllm: str, free_gib: float | None) -
     asked, machine = setting.flags, place.machine
     played = cards.find(setting.card) if setting.card else None
     total = played.total_gib if played else machine.total_gib
-    found = lab.prediction(place, setting.model, asked, setting.card, vllm)
+    found = lab.prediction(place, setting.model, asked, setting.card, vllm, setting.variables)
     resolved = record.resolve(asked, machine, "cuda", vllm, shape.max_position_embeddings, setting.card)
     ledger, bands = found.ledger, found.bands
     context = bands["context"][0]
