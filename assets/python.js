@@ -30,8 +30,9 @@ window.memlabPython = (() => {
       const script = document.createElement("script");
       script.src = `${new URL(name, place)}?v=${build}`;
       script.async = false; // in parallel, run in order
-      script.onload = () => resolve(script.remove());
-      script.onerror = () => reject(new Error(`${name} of Python could not be loaded: check the connection and try again`));
+      const failed = () => reject(new Error(`${name} of Python could not be loaded: check the connection and try again`));
+      script.onload = () => (script.remove(), script.received ? resolve() : failed());
+      script.onerror = failed;
       document.head.append(script);
     });
   }
@@ -102,6 +103,10 @@ window.memlabPython = (() => {
       end(new Error("Python was stopped"));
       tell({ state: "stopped" });
     },
-    receive: (data) => receive(data), // by the scripts that this one loads
+    // By the scripts that this one loads; one that came damaged does not get here.
+    receive(data) {
+      document.currentScript.received = true;
+      receive(data);
+    },
   });
 })();

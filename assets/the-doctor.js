@@ -4,9 +4,11 @@ document.addEventListener("DOMContentLoaded", () => {
   const SETTLED_MS = 500; // without a key: then what was typed is read
   const SHOWN_CHARACTERS = 2_000_000; // a longer text is read, but not put into the box, which it would freeze
   const LARGEST_MIB = 512;
+  // How a file begins that gzip, zip, zstd or xz packed.
+  const PACKED = [[0x1f, 0x8b], [0x50, 0x4b, 3, 4], [0x28, 0xb5, 0x2f, 0xfd], [0xfd, 0x37, 0x7a, 0x58]];
   const python = window.memlabPython;
   const root = document.querySelector(".memlab-doctor");
-  if (!root) return;
+  if (!root || !python) return; // without Python what the page says to who has no scripts stays
   const example = JSON.parse(root.querySelector("script").textContent);
   const command = root.dataset.command;
   root.replaceChildren();
@@ -48,6 +50,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const buttons = make(form, "div", { class: "memlab-buttons" });
   make(buttons, "button", { type: "submit" }, "Diagnose");
   const tryIt = make(buttons, "button", { type: "button" }, "Try an example");
+  const clear = make(buttons, "button", { type: "button" }, "Clear");
   const stop = make(buttons, "button", { type: "button", hidden: "" }, "Stop");
   const bar = make(root, "progress", { max: "1", "aria-label": "Progress", hidden: "" });
   const status = make(root, "p", { class: "memlab-status", role: "status" });
@@ -106,16 +109,25 @@ document.addEventListener("DOMContentLoaded", () => {
     else bar.removeAttribute("value");
   });
 
-  async function diagnose() {
+  function forget() {
     clearTimeout(settling);
-    const mine = ++newest;
-    const log = file ?? new Blob([box.value]);
     refused.textContent = "";
     served.removeAttribute("aria-invalid");
     shown.hidden = true;
     shown.replaceChildren();
+    return ++newest;
+  }
+
+  // What a reader asked for comes into sight; who types stays where the letters are.
+  async function diagnose(asked = true) {
+    const mine = forget();
+    const log = file ?? new Blob([box.value]);
     if (!file && !box.value.trim()) {
       say("Paste a log first, open a file, or try the example.");
+      return;
+    }
+    if (!log.size) {
+      say("This file is empty. Open the file of vLLM's output.");
       return;
     }
     if (log.size > LARGEST_MIB * 2 ** 20) {
@@ -124,9 +136,16 @@ document.addEventListener("DOMContentLoaded", () => {
     }
     running += 1;
     busy(true);
+    if (asked) status.scrollIntoView({ block: "nearest" });
     try {
+      const start = new Uint8Array(await log.slice(0, 4).arrayBuffer());
+      if (PACKED.some((bytes) => bytes.every((byte, at) => start[at] === byte))) {
+        if (mine === newest) say("This file is packed. Unpack it, then open the log that was in it.");
+        return;
+      }
       const found = await python.call("diagnose", { log, command: served.value });
       if (mine === newest) show(found);
+      if (mine === newest && asked) status.scrollIntoView({ block: "start" });
     } catch (error) {
       if (mine !== newest) return;
       if (error instanceof python.Refused) {
@@ -144,6 +163,7 @@ document.addEventListener("DOMContentLoaded", () => {
     make(shown, "h2", {}, "What the doctor finds");
     const body = make(shown, "div");
     body.innerHTML = html; // Python escapes all that comes from the log
+    for (const table of body.querySelectorAll("table:has(td + td)")) nameCells(table);
     if (Object.keys(entries).length) {
       const more = make(shown, "p", {}, "What it means, in general: ");
       Object.entries(entries).forEach(([phase, name], number) => {
@@ -151,6 +171,10 @@ document.addEventListener("DOMContentLoaded", () => {
         make(more, "a", { href: `oom-now.html#${phase}` }, name);
       });
       more.append(".");
+    } else if (!finding.enough) {
+      const other = make(shown, "p", {}, "Without more of the log: ");
+      make(other, "a", { href: "oom-now.html" }, "OOM now");
+      other.append(" lists the last lines that one sees, and what to do about each.");
     }
     const copies = make(shown, "div", { class: "memlab-buttons" });
     const said = make(shown, "p", { role: "status" });
@@ -159,6 +183,20 @@ document.addEventListener("DOMContentLoaded", () => {
     shown.hidden = false;
     say(`Found: ${summary}.`);
     window.dispatchEvent(new Event("resize")); // what scrolls sideways gets the keyboard: book.js
+  }
+
+  // On a narrow screen a row stands as a block, its cells named; the roles keep it a table to who hears it.
+  function nameCells(table) {
+    table.classList.add("memlab-rows");
+    const roles = { table: "table", thead: "rowgroup", tbody: "rowgroup", tr: "row", td: "cell" };
+    for (const [tag, role] of Object.entries(roles)) {
+      for (const each of [table, ...table.querySelectorAll("*")]) if (each.matches(tag)) each.setAttribute("role", role);
+    }
+    const names = [...table.tHead.rows[0].cells].map((cell) => cell.textContent);
+    for (const cell of table.querySelectorAll("th, td")) {
+      if (cell.tagName === "TH") cell.setAttribute("role", cell.scope === "col" ? "columnheader" : "rowheader");
+      cell.dataset.name = names[cell.cellIndex];
+    }
   }
 
   function copier(parent, said, name, text) {
@@ -185,7 +223,8 @@ document.addEventListener("DOMContentLoaded", () => {
   box.addEventListener("input", (event) => {
     letGo();
     clearTimeout(settling);
-    settling = setTimeout(diagnose, event.inputType === "insertFromPaste" ? 0 : SETTLED_MS);
+    const pasted = event.inputType === "insertFromPaste";
+    settling = setTimeout(diagnose, pasted ? 0 : SETTLED_MS, pasted);
   });
   box.addEventListener("paste", (event) => {
     const text = event.clipboardData?.getData("text/plain") ?? "";
@@ -195,13 +234,20 @@ document.addEventListener("DOMContentLoaded", () => {
   });
   served.addEventListener("input", () => {
     clearTimeout(settling);
-    if (file || box.value.trim()) settling = setTimeout(diagnose, SETTLED_MS);
+    if (file || box.value.trim()) settling = setTimeout(diagnose, SETTLED_MS, false);
   });
   opener.addEventListener("change", () => opener.files[0] && hold(opener.files[0], opener.files[0].name));
   tryIt.addEventListener("click", () => {
     letGo();
     box.value = example;
     diagnose();
+  });
+  clear.addEventListener("click", () => {
+    letGo();
+    forget();
+    box.value = "";
+    say("");
+    box.focus();
   });
   stop.addEventListener("click", () => {
     newest += 1;

@@ -1,6 +1,7 @@
 """The page "The doctor": in a browser, memlab's own modules find what they find here, and nothing leaves the tab."""
 
 import functools
+import gzip
 import http.server
 import json
 import threading
@@ -45,6 +46,16 @@ def test_the_page_is_told_what_the_command_line_prints(tmp_path):
     answer = called("diagnose", log=str(log))["answer"]
     assert answer["finding"] == json.loads(json.dumps(found.to_dict())) and answer["text"] == doctor.report(found)
     assert answer["entries"] == {"max_model_len_exceeds_kv": "A request of max_model_len does not fit the KV cache"}
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_a_log_that_powershell_redirected_reads_as_any_other(tmp_path, encoding):
+    text = (LOGS / f"{COMPARED[0]}.log").read_text()
+    log = tmp_path / "vllm.log"
+    mark = "\ufeff" if encoding == "utf-16-be" else ""
+    log.write_bytes((mark + text.replace("\n", "\r\n")).encode(encoding))
+    found = called("diagnose", log=str(log))["answer"]["finding"]
+    assert found["ledger"] and found == json.loads(json.dumps(doctor.diagnose(text).to_dict()))
 
 
 def test_a_command_that_vllm_would_refuse_is_answered_with_what_to_do():
@@ -211,10 +222,50 @@ def test_a_file_is_read_beside_the_box_and_without_it(open_tab, address, tmp_pat
 
 
 @pytest.mark.browser
-def test_an_empty_box_says_what_to_do(open_tab, address):  # noqa: F811
+def test_an_empty_box_and_a_file_that_holds_no_text_get_a_word(open_tab, address, tmp_path):  # noqa: F811
     tab = open_tab(address)
+    status = tab.get_by_role("status").first
     tab.get_by_role("button", name="Diagnose").click()
-    assert tab.get_by_role("status").first.inner_text().startswith("Paste a log first")
+    assert status.inner_text().startswith("Paste a log first")
+    log = (LOGS / f"{COMPARED[0]}.log").read_bytes()
+    for name, data, word in (("empty.log", b"", "is empty"), ("vllm.log.gz", gzip.compress(log), "is packed")):
+        (tmp_path / name).write_bytes(data)
+        tab.get_by_label("Or open a file").set_input_files(tmp_path / name)
+        status.get_by_text(word).wait_for(timeout=WAIT_MS)
+        assert tab.locator(".memlab-doctor section").is_hidden() and name in tab.locator("#memlab-held").inner_text()
+
+
+@pytest.mark.browser
+def test_clear_forgets_the_log_and_what_was_found_and_keeps_the_command(open_tab, address):  # noqa: F811
+    tab = open_tab(address)
+    tab.locator("#memlab-command").fill("vllm serve m")
+    tab.get_by_role("button", name="Try an example").click()
+    wait_for_finding(tab)
+    tab.get_by_role("button", name="Clear").click()
+    assert (
+        tab.evaluate("document.activeElement.value") == "" and tab.evaluate("document.activeElement.id") == "memlab-log"
+    )
+    assert tab.locator(".memlab-doctor section").is_hidden() and tab.get_by_role("status").first.inner_text() == ""
+    assert tab.locator("#memlab-command").input_value() == "vllm serve m"
+
+
+@pytest.mark.browser
+def test_what_was_asked_for_comes_into_sight_and_does_not_move_who_types(open_tab, address):  # noqa: F811
+    tab = open_tab(address, viewport={"width": 390, "height": 844})
+    seen = "document.querySelector('.memlab-doctor section').getBoundingClientRect().top < innerHeight / 2"
+    box = tab.get_by_label("The log, from")
+    box.focus()
+    tab.keyboard.insert_text(HOSTILE.partition("<")[0])
+    wait_for_finding(tab)
+    assert not tab.evaluate(seen) and tab.evaluate("scrollY") == 0
+    tab.get_by_role("button", name="Diagnose").click()
+    tab.wait_for_function(seen, timeout=WAIT_MS)
+
+
+@pytest.mark.browser
+def test_what_is_not_enough_leads_to_the_page_of_last_lines(warm):
+    warm.get_by_label("The log, from").fill("it said CUDA out of memory")
+    warm.locator(".memlab-doctor section a[href='oom-now.html']").wait_for(timeout=WAIT_MS)
 
 
 @pytest.mark.browser
@@ -229,9 +280,14 @@ def test_a_diagnosis_can_be_stopped_and_begun_again(open_tab, address):  # noqa:
 
 
 @pytest.mark.browser
-def test_a_part_that_does_not_come_is_said_and_asked_for_again(open_tab, address):  # noqa: F811
+@pytest.mark.parametrize("come", ["not at all", "damaged"])
+def test_a_part_that_does_not_come_whole_is_said_and_asked_for_again(open_tab, address, come):  # noqa: F811
     tab = open_tab(address)
-    tab.route("**/part-3.js*", lambda route: route.abort())
+    half = "memlabPython.receive({"
+    tab.route(
+        "**/part-3.js*",
+        lambda route: route.fulfill(body=half, content_type="text/javascript") if come == "damaged" else route.abort(),
+    )
     tab.get_by_role("button", name="Try an example").click()
     tab.get_by_text("could not be loaded").wait_for(timeout=WAIT_MS)
     tab.unroute("**/part-3.js*")
@@ -248,6 +304,17 @@ def test_what_is_found_has_no_barrier_and_fits(open_tab, address, scheme, width)
     wait_for_finding(tab)
     assert axe_findings(tab) == []
     assert tab.evaluate("document.documentElement.scrollWidth") <= width
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("script", ["python.js", "the-doctor.js"])
+def test_where_a_script_does_not_come_no_dead_control_stands(browser, address, script):  # noqa: F811
+    tab = browser.new_page()
+    tab.route(f"**/{script}*", lambda route: route.abort())
+    tab.goto(address)
+    box = tab.locator(".memlab-doctor")
+    assert "memlab doctor vllm.log" in box.inner_text() and box.locator("button, input, textarea").count() == 0
+    tab.close()
 
 
 @pytest.mark.browser

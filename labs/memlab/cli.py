@@ -225,7 +225,7 @@ def _doctor(arguments) -> int:
     config = _config(arguments.config) if arguments.config else None
     try:
         place = sys.stdin.fileno() if arguments.log == "-" else arguments.log
-        with open(place, encoding="utf-8", errors="replace", newline="\n", closefd=arguments.log != "-") as file:
+        with vllm_log.open_log(place, closefd=arguments.log != "-") as file:
             found = doctor.diagnose(vllm_log.parse_stream(file), arguments.served, config, arguments.card)
     except OSError as error:
         raise MemlabError(

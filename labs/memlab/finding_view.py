@@ -99,7 +99,7 @@ class View:
         spot = self.data.get("weak_spot")
         return {"ok": "no failure of memory", "not_a_failure": "no failure: the lines only look like one"}.get(
             self.phase, "nothing here is known to be of vLLM's memory"
-        ) + (f"; what gives first: {spot}" if spot else "")
+        ) + (f"; weak spot: {spot}" if spot else "")
 
     def __str__(self) -> str:
         lines = []
@@ -113,7 +113,8 @@ class View:
 
 
 def _paragraph(head: str, text: str) -> str:
-    return f"<p><b>{html.escape(head)}.</b> {html.escape(capitalised(text))}</p>"
+    end = "" if text.endswith(".") else "."
+    return f"<p><b>{html.escape(head)}.</b> {html.escape(capitalised(text))}{end}</p>"
 
 
 def _listed(head: str, items: list[tuple[str, str]]) -> str:

@@ -39,7 +39,7 @@ def diagnose(log: str, command: str = "", card: str = "", told: Told = lambda ch
     Raises:
         MemlabError: for a command line that vLLM would refuse, and for a card that is not known.
     """
-    with open(log, encoding="utf-8", errors="replace", newline="\n") as file:
+    with vllm_log.open_log(log) as file:
         events = vllm_log.parse_stream(_Counted(file, told))
         found = doctor.diagnose(events, command.strip() or None, card=card.strip() or None)
     view = finding_view.View(finding_view.without_none(found.to_dict()))

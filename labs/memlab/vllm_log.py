@@ -9,10 +9,13 @@ estimate (v1/worker/gpu_worker.py:748, the same in 0.32).
 """
 
 import ast
+import codecs
+import io
 import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property, lru_cache
 from os import PathLike
@@ -1098,13 +1101,28 @@ def parse(lines: Iterable[str]) -> Iterator[Event]:
     yield from parser.close()
 
 
-def parse_file(path: str | PathLike, block_chars: int = 1 << 20) -> Iterator[Event]:
-    """The events of a log file, read in blocks; bytes that are no UTF-8 are replaced.
+@contextmanager
+def open_log(place: str | PathLike | int, closefd: bool = True) -> Iterator[TextIO]:
+    """A log as text: UTF-8, or UTF-16, which PowerShell writes where output is redirected; other bytes are replaced.
+
+    Args:
+        place: a path, or the number of an open file, which stays open without ``closefd``.
 
     Raises:
         OSError: where it cannot be read.
     """
-    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+    with open(place, "rb", closefd=closefd) as file:
+        marked = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        yield io.TextIOWrapper(file, "utf-16" if marked else "utf-8", errors="replace", newline="\n")
+
+
+def parse_file(path: str | PathLike, block_chars: int = 1 << 20) -> Iterator[Event]:
+    """The events of a log file, read in blocks.
+
+    Raises:
+        OSError: where it cannot be read.
+    """
+    with open_log(path) as file:
         yield from parse_stream(file, block_chars)
 
 
