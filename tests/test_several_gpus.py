@@ -350,3 +350,37 @@ def test_one_gpu_whose_memory_cannot_be_held_stops_the_others_ballast(ballasts, 
     ):
         pass
     assert len(ballasts) == 3 and all(child.poll() is not None for *_, child in ballasts)
+
+
+# ---- a sweep on several GPUs against one ----
+
+
+def test_the_bench_compares_the_same_runs_alone_and_beside_others(monkeypatch, capsys):
+    bench, asked = script("bench"), []
+    place = lab.Here("live", "cuda", replace(cuda_record().machine, total_gib=139.8))
+    idle = [SimpleNamespace(why_not=None)] * 2
+
+    def swept(settings, mode, say, most_gpus):
+        asked.append((len(settings), most_gpus))
+        known = cuda_record()
+        beside = 0.98 if most_gpus == 2 else 1.0
+        faster = replace(known.latency, total_tokens_per_s=1000.0 * beside)
+        return [replace(known, flags=record.Flags(each.flags.set(), {}), latency=faster) for each in settings]
+
+    monkeypatch.setattr(lab, "here", lambda mode: place)
+    clock = iter([0, 60, 100, 300, 400, 500])
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr("memlab.checks.find_gpus", lambda kernels: idle)
+    monkeypatch.setattr("memlab.checks.kernels", lambda: None)
+    monkeypatch.setattr(sweep, "sweep", swept)
+    bench.bench_sweep()
+    said = capsys.readouterr().out
+    assert asked == [(1, 1), (4, 1), (4, 2)], "the first start, which compiles, is no part of it"
+    assert "4 runs, one after the other         200 s" in said and "100 s, 2.00 times as fast" in said
+    assert "worst +0 MiB" in said and "median 0.980" in said
+
+
+def test_the_bench_has_nothing_to_compare_on_one_place(monkeypatch, capsys):
+    monkeypatch.setattr(lab, "here", lambda mode: lab.Here("live", "cpu", cpu_record().machine))
+    script("bench").bench_sweep()
+    assert "nothing to compare" in capsys.readouterr().out

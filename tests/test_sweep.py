@@ -208,6 +208,17 @@ def test_runs_of_one_gpu_go_side_by_side_and_one_of_two_has_both(two_gpus):
     assert beside[24] == beside[32] == {24, 32}
 
 
+def test_a_sweep_that_may_use_one_gpu_goes_one_by_one(two_gpus, monkeypatch):
+    had, beside = two_gpus
+    pairs = [sweep.Setting("llama-3.1-8b", ServeFlags(max_num_seqs=64, tensor_parallel_size=2))]
+    with pytest.raises(MemlabError, match="it needs 2 GPUs, and 1 are idle here"):
+        sweep.sweep(pairs, say=lambda line: None, most_gpus=1)
+    monkeypatch.setattr(threading.Barrier, "wait", lambda gate: None)
+    sweep.sweep(settings(8, 16, 24), say=lambda line: None, most_gpus=1)
+    assert {*had[8], *had[16], *had[24]} == {"GPU-0"}
+    assert (beside[8], beside[16], beside[24]) == ({8}, {16}, {24})
+
+
 def test_a_run_of_more_gpus_than_are_idle_is_left_out_and_the_rest_goes_on(two_gpus):
     had, _ = two_gpus
     large = sweep.Setting("llama-3.1-8b", ServeFlags(max_num_seqs=64, pipeline_parallel_size=4))

@@ -504,7 +504,8 @@ class Bar:
 
     @property
     def budget_end(self) -> float | None:
-        return None if self.view.budget_gib is None else self.context_gib + self.view.budget_gib
+        context = self.context_gib if self.view.context_gib is None else self.view.context_gib
+        return None if self.view.budget_gib is None else context + self.view.budget_gib
 
 
 def ledger(*records: RunRecord, replayed: bool = False) -> Plot:

@@ -113,6 +113,7 @@ def sweep(
     say: Callable[[str], None] = print,
     on_record: Callable[[RunRecord], None] = lambda found: None,
     kept: bool = False,
+    most_gpus: int | None = None,
 ) -> list[RunRecord]:
     """Run every setting as often as it wants, in order; returns the runs that there are, old and new.
 
@@ -126,18 +127,19 @@ def sweep(
         on_record: gets each new record, in the thread that made it.
         kept: whether the book's records count as done, for who adds to them; the speed of another machine of the same
             name is not this one's.
+        most_gpus: use no more GPUs than so many; None for all that are idle.
     """
     place = lab.here(mode)
     if place.replayed:
         return [found for setting in settings for found in replayed(setting, place)]
-    work = _Work(settings, place, budget_s, say, on_record, kept)
+    work = _Work(settings, place, budget_s, say, on_record, kept, most_gpus)
     return work.run()
 
 
 class _Work:
     """The queue of a sweep, and the GPUs that it may use; the CPU backend is one place."""
 
-    def __init__(self, settings, place, budget_s, say, on_record, kept):
+    def __init__(self, settings, place, budget_s, say, on_record, kept, most_gpus):
         self.place, self.budget_s, self.say, self.on_record = place, budget_s, say, on_record
         vllm = lab.vllm_version()
         known = known_runs(kept)
@@ -150,7 +152,7 @@ class _Work:
         self.start, self.stopping = time.perf_counter(), False
         self.errors: list[Exception] = []
         gpus = checks.find_gpus(checks.kernels()) if place.backend == "cuda" else []
-        self.idle: list[str | None] = [one.device.uuid for one in gpus if not one.why_not] or [None]
+        self.idle: list[str | None] = [one.device.uuid for one in gpus if not one.why_not][:most_gpus] or [None]
         self.places = len(self.idle)
         self.left_s = sum(setting.seconds * self._needs(setting) for setting in self.todo)  # of one place
         self.changed = threading.Condition()
