@@ -114,12 +114,12 @@ def test_another_server_confirms_or_does_not():
 def test_the_dial_shows_memory_alone_where_no_load_was_repeated_often_enough():
     plot = token_plots.dial(served(512, [900, 905]), served(2048, [910, 915]))
     assert plot.table.header == ("tokens in a step", "activation", "KV cache")
-    assert "Not shown: p99 TTFT, p99 ITL, output (no load was sent 3 times to two of the servers)." in plot.alt
+    assert "Not shown: p99 TTFT, p99 ITL, throughput (no load was sent 3 times to two of the servers)." in plot.alt
 
 
 def test_the_dial_shows_five_effects_of_repeated_loads():
     plot = token_plots.dial(served(512, [900, 905, 895]), served(2048, [910, 915, 905]))
-    assert plot.table.header[1:] == ("activation", "KV cache", "p99 TTFT", "p99 ITL", "output")
+    assert plot.table.header[1:] == ("activation", "KV cache", "p99 TTFT", "p99 ITL", "throughput")
     assert plot.table.rows[0][0] == "512 tokens"
     assert plot.title == "One dial, five effects" and "Not shown" not in plot.alt
     assert plot.svg() and plot.caption.endswith("16 at a time")
@@ -140,7 +140,7 @@ def test_starts_of_one_setting_count_as_one_in_a_change():
 def test_of_recorded_cpu_runs_the_dial_shows_what_there_is_and_says_what_the_backend_lacks():
     runs = [run for run in record.read_all() if run.machine.name == "cpu" and run.lab == "05-batched-tokens"]
     plot = token_plots.dial(*runs)
-    assert plot.table.header[1:] == ("p99 TTFT", "p99 ITL", "output")
+    assert plot.table.header[1:] == ("p99 TTFT", "p99 ITL", "throughput")
     assert plot.title == "One dial, 3 of its 5 effects"
     for missing in ("activation (the CPU backend sets none aside)", "KV cache (its size was given in bytes"):
         assert missing in plot.alt and missing in plot.svg()

@@ -180,7 +180,7 @@ def _loads(records: Sequence[RunRecord], traffic: Traffic | None) -> list[_Panel
         for name, axis, curves, show, log in (
             ("p99 TTFT", "time to first\ntoken, ms", ttft, _ms, True),
             ("p99 ITL", "inter-token\nlatency, ms", itl, _ms, True),
-            ("output", "output\ntokens/s", speed, _rate, False),
+            ("throughput", "output\ntokens/s", speed, _rate, False),
         )
     ]
 
