@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures_record import cpu_record, cuda_record
-from memlab import cards, gpu, lab, ledger, planner, plots, rank_plots, record, sweep, vllm_log
+from memlab import cards, gpu, lab, ledger, plan_report, planner, plots, rank_plots, record, sweep, vllm_log
 from memlab.errors import ServerError
 from memlab.flags import ServeFlags
 from memlab.shapes import LAB_MODELS
@@ -384,3 +384,26 @@ def test_the_bench_has_nothing_to_compare_on_one_place(monkeypatch, capsys):
     monkeypatch.setattr(lab, "here", lambda mode: lab.Here("live", "cpu", cpu_record().machine))
     script("bench").bench_sweep()
     assert "nothing to compare" in capsys.readouterr().out
+
+
+# ---- a pipeline's plan in words ----
+
+
+def test_a_plan_of_a_pipeline_shows_each_stage_and_the_one_that_decides():
+    asked = of("flagship", pipeline_parallel_size=8, max_num_batched_tokens=2048, enforce_eager=False)[0]
+    plan = planner.plan(LAB_MODELS[asked.model], cards.find(asked.card), asked.flags, changes=False)
+    rows = [line.split() for line in plan_report.stages(plan).splitlines()]
+    assert [row[0] for row in rows] == ["stage", *map(str, range(1, 9))]
+    blocks = [int(row[-1].replace(",", "")) for row in rows[1:]]
+    assert min(blocks) == blocks[plan.prediction.tightest] == plan.prediction.kv_blocks
+    assert blocks[0] < blocks[1] == blocks[6] > blocks[7], "the ends of the model lie on the first stage and the last"
+    assert plan_report.stages(plan) in plan_report.text(plan)
+    data = plan.to_dict()["stages"]
+    assert [stage["layers"] for stage in data] == [[first, first + 10] for first in range(0, 80, 10)]
+    assert [stage["kv_blocks"] for stage in data] == blocks
+
+
+def test_a_plan_without_a_pipeline_shows_no_stages():
+    asked = GRIDS["flagship"][0]
+    plan = planner.plan(LAB_MODELS[asked.model], cards.find(asked.card), asked.flags, changes=False)
+    assert "layers" not in plan_report.text(plan) and len(plan.to_dict()["stages"]) == 1

@@ -39,6 +39,17 @@ def table(found: Plan) -> str:
     return "\n".join(rows)
 
 
+def stages(found: Plan) -> str:
+    """What one rank of each stage of a pipeline holds; the first and the last have the ends of the model beside."""
+    header = ("stage", "layers", "weights", "activation", "kv_cache", "blocks")
+    rows = [header]
+    for number, stage in enumerate(found.prediction.stages):
+        (first, end), ledger = found.layers_of_stages[number], stage.ledger
+        sizes = map(show_gib, (ledger.weights_gib, ledger.activation_gib, ledger.kv_cache_gib))
+        rows.append((str(number + 1), f"{first} to {end - 1}", *sizes, f"{stage.blocks:,}"))
+    return "\n".join(f"{row[0]:6}" + "".join(f"{cell:>12}" for cell in row[1:]) for row in rows)
+
+
 def option(change: Change) -> str:
     """The change as it stands on vLLM's command line."""
     name = change.flag.replace("_", "-")
@@ -65,6 +76,8 @@ def text(found: Plan, model: str = "MODEL", explained: bool = False) -> str:
         "",
         table(found),
     ]
+    if len(prediction.stages) > 1:
+        parts += ["", stages(found)]
     if found.starts:
         parts += [
             "",

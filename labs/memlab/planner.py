@@ -119,6 +119,11 @@ class Plan:
         variable = f"VLLM_PP_LAYER_PARTITION={','.join(map(str, stages))} " if stages else ""
         return variable + self.given.command(model)
 
+    @property
+    def layers_of_stages(self) -> list[tuple[int, int]]:
+        """(first, end) layers of each stage of the pipeline, in the order of ``prediction.stages``."""
+        return self.shape.stages(len(self.prediction.stages))
+
     def to_dict(self) -> dict:
         """The plan as JSON has it, in GiB and tokens."""
         ledger, prediction = self.prediction.ledger, self.prediction
@@ -150,6 +155,16 @@ class Plan:
             "headroom_gib": round(self.headroom_gib, 3),
             "host_gib": round(self.host_gib, 1),
             "suggested_kv_cache_memory_bytes": self.suggested_kv_cache_bytes,
+            "stages": [
+                {
+                    "layers": list(layers),
+                    "weights_gib": round(stage.ledger.weights_gib, 3),
+                    "activation_gib": round(stage.ledger.activation_gib, 3),
+                    "kv_cache_gib": round(stage.ledger.kv_cache_gib, 3),
+                    "kv_blocks": stage.blocks,
+                }
+                for layers, stage in zip(self.layers_of_stages, prediction.stages, strict=True)
+            ],
             "warnings": self.warnings,
             "command": self.command(),
         }
