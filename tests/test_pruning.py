@@ -89,4 +89,22 @@ def test_a_plan_keeps_the_order_and_names_all_that_it_leaves_out():
     assert [setting.flags.max_num_batched_tokens for setting in plan.settings] == [8192, 512]
     assert [pruned.setting for pruned in plan.pruned] == [tries[1], tries[3]]
     assert plan.seconds == 360
-    assert all(str(setting) in str(plan) for setting in tries)
+
+
+def test_a_plan_says_once_what_its_settings_share_and_then_what_each_has_of_its_own():
+    base = Setting("llama-3.1-8b", QUARTER, seconds=60)
+    plan = pruning.plan(pruning.vary("max_num_batched_tokens", (8192, 32, 512), base), H200)
+    shared = "llama-3.1-8b gpu_memory_utilization=0.25 max_model_len=32768 max_num_seqs=64 enforce_eager=True"
+    head, every, *runs, pruned = str(plan).splitlines()
+    assert head == "2 recorded runs; live about 2 min 00 s, one after the other"
+    assert every.split(maxsplit=1) == ["all", shared]
+    assert [line.split() for line in runs] == [["run", f"max_num_batched_tokens={tokens}"] for tokens in (8192, 512)]
+    assert pruned.startswith("  pruned  max_num_batched_tokens=32: max_num_batched_tokens (32) must be at least")
+    assert str(replace(plan, replayed=False)).startswith("2 runs, about 2 min")
+
+
+def test_settings_of_two_models_share_no_model_in_a_plan():
+    plan = pruning.plan([Setting("llama-3.1-8b", QUARTER), Setting("qwen3-8b", QUARTER)], H200)
+    assert "  run     llama-3.1-8b\n" in str(plan) and "\n  all     gpu_memory" in str(plan)
+    (alone,) = str(pruning.plan([Setting("llama-3.1-8b", QUARTER)], H200)).splitlines()[1:]
+    assert alone.startswith("  run     llama-3.1-8b gpu_memory_utilization=0.25")

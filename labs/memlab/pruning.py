@@ -25,17 +25,22 @@ class Pruned:
     reason: str
     missing_gib: float | None = None
 
-    def __str__(self) -> str:
+    @property
+    def why(self) -> str:
         lacks = "" if self.missing_gib is None else f"{show_gib(self.missing_gib)} short: "
-        return f"{self.setting}: {lacks}{self.reason}"
+        return lacks + self.reason
+
+    def __str__(self) -> str:
+        return f"{self.setting}: {self.why}"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What a sweep will run, in order, and what it leaves out."""
+    """What a sweep will run, in order, and what it leaves out; ``replayed`` where it shows recorded runs."""
 
     settings: list[Setting]
     pruned: list[Pruned]
+    replayed: bool = False
 
     @property
     def seconds(self) -> float:
@@ -44,9 +49,18 @@ class Plan:
 
     def __str__(self) -> str:
         runs = sum(setting.repeats for setting in self.settings)
-        lines = [f"{runs} runs, about {show_seconds(self.seconds)}, one after the other"]
-        lines += [f"  run     {setting}" for setting in self.settings]
-        lines += [f"  pruned  {pruned}" for pruned in self.pruned]
+        lasts = f"about {show_seconds(self.seconds)}, one after the other"
+        words = {id(one): str(one).split() for one in (*self.settings, *(each.setting for each in self.pruned))}
+        shared = [word for word in next(iter(words.values()), []) if all(word in each for each in words.values())]
+        shared = shared if len(words) > 1 else []
+
+        def own(setting: Setting) -> str:
+            return " ".join(word for word in words[id(setting)] if word not in shared) or "nothing else"
+
+        lines = [f"{runs} recorded runs; live {lasts}" if self.replayed else f"{runs} runs, {lasts}"]
+        lines += [f"  all     {' '.join(shared)}"] if shared else []
+        lines += [f"  run     {own(setting)}" for setting in self.settings]
+        lines += [f"  pruned  {own(pruned.setting)}: {pruned.why}" for pruned in self.pruned]
         return "\n".join(lines)
 
 
@@ -67,6 +81,7 @@ def plan(settings: Sequence[Setting], place: "lab.Here") -> Plan:
     return Plan(
         [setting for setting, pruned in judged if pruned is None],
         [pruned for _, pruned in judged if pruned is not None],
+        place.replayed,
     )
 
 

@@ -8,6 +8,7 @@ The best of several measurements is also the luckiest, so its number is too good
 recommendation is run once more.
 """
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -56,8 +57,13 @@ class Candidate:
     itl_p99_ms: tuple[float, ...] = ()
 
     @property
-    def throughput(self) -> Interval:
-        return repeats.interval(self.tokens_per_s)
+    def throughput(self) -> float:
+        """The mean over the loads, in output tokens a second."""
+        return statistics.fmean(self.tokens_per_s)
+
+    def speed(self) -> str:
+        """The same with its slowest and its fastest load, which differ by their requests."""
+        return f"{self.throughput:,.0f} ({min(self.tokens_per_s):,.0f} to {max(self.tokens_per_s):,.0f})"
 
     def above(self, other: "Candidate") -> Interval:
         """By which share its throughput is above another's: load by load where both were sent the same ones."""
@@ -90,7 +96,7 @@ class Advice:
 
     def _recommended(self) -> str:
         pick = self.pick
-        parts = [f"Recommended: {pick.label}, {pick.throughput.show('output tokens/s')}."]
+        parts = [f"Recommended: {pick.label}, {pick.speed()} output tokens/s."]
         if self.next_best:
             parts.append(f"That is {pick.above(self.next_best).show_change()} against {self.next_best.label}.")
         if self.ties:
@@ -113,7 +119,7 @@ class Advice:
 
     def table(self) -> Table:
         """Each setting, the fastest first, with its throughput against the recommended one."""
-        header = ("setting", "the goal", "output tokens/s", "against the pick", "p99 TTFT", "p99 ITL")
+        header = ("setting", "the goal", "output tokens/s, by load", "against the pick", "p99 TTFT", "p99 ITL")
         return Table(f"Settings for the goal: {self.goal}", header, tuple(map(self._row, self.candidates)))
 
     def _row(self, each: Candidate) -> tuple[str, ...]:
@@ -121,7 +127,7 @@ class Advice:
             return each.label, each.standing, "", "", "", ""
         against = "" if self.pick in (None, each) else each.above(self.pick).show_change()
         most = [f"{max(values):,.0f} ms" for values in (each.ttft_p99_ms, each.itl_p99_ms)]
-        return each.label, each.standing, each.throughput.show(), "the pick" if each is self.pick else against, *most
+        return each.label, each.standing, each.speed(), "the pick" if each is self.pick else against, *most
 
 
 def recommend(records: Sequence[RunRecord], goal: Goal, traffic: Traffic | None = None) -> Advice:
@@ -146,7 +152,7 @@ def recommend(records: Sequence[RunRecord], goal: Goal, traffic: Traffic | None 
     candidates = [
         _candidate(label, found, traffic, goal) for label, found in zip(labels, settings.values(), strict=True)
     ]
-    candidates.sort(key=lambda each: -(sum(each.tokens_per_s) / len(each.tokens_per_s) if each.tokens_per_s else 0.0))
+    candidates.sort(key=lambda each: each.throughput if each.tokens_per_s else 0.0, reverse=True)
     good = [each for each in candidates if each.standing == MEETS]
     if not good:
         return Advice(goal, traffic, tuple(candidates), None)
@@ -200,7 +206,7 @@ def judge(advice: Advice, again: RunRecord) -> Confirmation:
         worst = f", at {found.excess(advice.goal):.2f} times a limit" if found.tokens_per_s else ""
         return Confirmation(False, f"Not confirmed: {found.label} {found.standing} this time{worst}.", again)
     change = found.above(advice.pick)
-    number = f"{found.throughput.show('output tokens/s')}, {change.show_change()} against the first time"
+    number = f"{found.speed()} output tokens/s, {change.show_change()} against the first time"
     if change.high < -SAME:
         return Confirmation(False, f"Not confirmed: slower this time, {number}.", again, change)
     return Confirmation(True, f"Confirmed on another server: the goal is met again, with {number}.", again, change)
