@@ -65,6 +65,16 @@ def test_every_rank_has_its_line():
     assert "rank 0" in plot.svg() and "rank 1" in plot.svg()
 
 
+def test_the_phases_are_those_of_the_run_that_came_furthest_whichever_is_named_first():
+    early = fixtures.record.Phase("starting", 0.0), fixtures.record.Phase("stopped", 5.0)
+    stopped = fixtures.cuda_record("synthetic-stopped", repeat=2, outcome="stopped", phases=list(early))
+    plot = plots.timeline(stopped, EAGER)
+    assert "repeat 1 (phases marked)" in plot.svg() and "repeat 2 (" not in plot.svg()
+    assert "Highest in each phase of repeat 1: starting" in plot.alt
+    assert "traffic" in plot.svg() and "phases marked" not in plots.timeline(EAGER).svg()
+    assert "phases marked" not in plots.timeline(fixtures.two_rank_record()).svg(), "ranks pass them together"
+
+
 def test_a_phase_without_a_sample_shows_what_was_held_before():
     record = fixtures.cuda_record(
         phases=[fixtures.record.Phase("starting", 0.0), fixtures.record.Phase("stopped", 50.0)]
