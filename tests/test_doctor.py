@@ -53,7 +53,7 @@ def is_right(case: dict, found: doctor.Diagnosis) -> bool:
 
 def test_the_phase_of_public_reports_is_the_threads():
     wrong = [case["file"] for case in CASES if not is_right(case, read(case))]
-    assert len(CASES) == 80
+    assert len(CASES) == 102
     assert len(wrong) <= 0.05 * len(CASES), wrong
     # One message of PyTorch alone, and a sampler without the function that called it: nothing shows the step.
     unknown = ("doctor/vllm-7590-phi3small-1024gib.log", "doctor/vllm-27508-gptoss-sampler-float32.log")
@@ -536,3 +536,160 @@ def test_a_pool_larger_than_the_host_is_the_hosts_memory_that_ran_out():
     assert (
         found.failures[0].fixes[0].flag == "--kv-cache-memory-bytes" and found.failures[0].fixes[0].to < 19.49 * 2**30
     )
+
+
+# ---- what more reports taught ----
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "vllm-1 exited with code 137",
+        "./entrypoint.sh: line 28:     7 Killed                  vllm serve /models/m",
+        "      Reason:       OOMKilled",
+        "      Exit Code:    137",
+        "slurmstepd: error: Detected 1 oom_kill event in StepId=77345.0. Some of the step tasks have been OOM Killed.",
+        "vllm.service: Failed with result 'oom-kill'.",
+        "RuntimeError: cudaHostRegister failed: 2",
+    ],
+)
+def test_whoever_kills_a_server_for_the_hosts_memory_is_understood(line):
+    assert diagnose(line).phase == "host_ram_oom"
+
+
+@pytest.mark.parametrize("line", ["vllm-1 exited with code 0", "      Exit Code:    0", "vllm-1 exited with code 1"])
+def test_another_end_of_a_container_is_not_the_hosts_memory(line):
+    assert diagnose(line).phase == "undetermined"
+
+
+def test_a_process_whose_memory_the_driver_does_not_tell_is_no_neighbour():
+    hidden = OOM.replace("this process has 77.90 GiB", "this process has 0 bytes")
+    assert diagnose(f"{frame('capture_model')}\n{hidden}").phase == "cuda_graph_capture"
+
+
+def test_contexts_of_sibling_ranks_are_no_neighbours():
+    siblings = " ".join(f"Process {number} has 1.62 GiB memory in use." for number in (76, 77, 75))
+    siblings = OOM.replace("Including", f"{siblings} Including").replace(
+        "this process has 77.90", "this process has 73.0"
+    )
+    assert diagnose(f"{frame('load_model')}\n{siblings}").phase == "weights_load"
+
+
+def test_the_ledger_of_a_start_that_worked_is_not_that_of_the_one_that_failed():
+    worked = (LOGS / "vllm-15815-l40s-tp2-ok.log").read_text()
+    found = diagnose(f"{worked}\n{frame('determine_available_memory')}\n{frame('profile_run')}\n{OOM}")
+    assert (found.phase, found.ledger) == ("memory_profile", None)
+    assert diagnose(worked).ledger.weights_gib == 30.71
+
+
+def test_a_workspace_that_may_not_grow_is_no_lack_of_memory():
+    line = (
+        "AssertionError: Workspace is locked but allocation from 'modular_kernel.py:1167:_allocate_buffers' requires "
+        "146.41 MB, current size is 3.75 MB. Workspace growth is not allowed after locking."
+    )
+    failure = diagnose(line).failures[0]
+    assert [fix.flag for fix in failure.fixes] == ["--enforce-eager", "vLLM"]
+    assert "--gpu-memory-utilization" in dict(failure.will_not_help)
+
+
+def test_flashinfers_buffer_gets_the_size_that_it_lacks():
+    line = (
+        "RuntimeError: Error in function 'aligned_alloc' at allocator.h:49: Buffer overflow when allocating memory for "
+        "batch_prefill_tmp_v with size 1050673152 and alignment 16, but only 0 bytes available in AlignedAllocator. "
+        "Increase the workspace buffer size."
+    )
+    buffer = fix(diagnose(line), "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE")
+    assert buffer.to > 1050673152
+
+
+def test_memory_that_cannot_be_pinned_comes_up_later_as_the_gpus():
+    worker = "(Worker_TP0 pid=448) "
+    log = "\n".join(
+        [
+            f"{worker}WARNING 09-16 13:18:12 [gpu_worker.py:208] cudaHostRegister failed for rank=0 (code=2)",
+            f"{worker}ERROR 09-16 13:21:12 [core.py:1055] {frame('kernel_warmup')}",
+            f"{worker}ERROR 09-16 13:21:12 [core.py:1055] torch.AcceleratorError: CUDA error: out of memory",
+        ]
+    )
+    found = diagnose(log)
+    assert (found.phase, found.failures[0].fixes[0].flag) == (
+        "host_ram_oom",
+        "--mm-processor-cache-gb, --kv-offloading-size",
+    )
+    assert diagnose(log.split("\n")[0]).phase == "not_a_failure", "newer versions go on"
+    assert diagnose("\n".join(log.split("\n")[1:])).phase == "kernel_warmup"
+
+
+def test_images_while_serving_are_named_and_can_be_fewer():
+    found = diagnose("\n".join([frame("run_busy_loop"), frame("_execute_mm_encoder"), frame("embed_multimodal"), OOM]))
+    assert (found.phase, fix(found, "--limit-mm-per-prompt").to) == ("runtime_oom", "fewer items")
+    assert "encoder" in found.failures[0].cause
+
+
+def test_the_second_model_runners_prompt_logprobs_are_known():
+    frames = [frame("run_busy_loop"), frame("compute_prompt_logprobs", "vllm/v1/worker/gpu/sample/prompt_logprob.py")]
+    assert diagnose("\n".join([*frames, OOM])).phase == "runtime_logprobs"
+
+
+def test_a_line_of_another_rank_that_comes_late_takes_no_step_back():
+    log = f"""(RayWorkerWrapper pid=1) INFO [model_runner.py:1] Capturing cudagraphs for decoding. This may lead to
+(RayWorkerWrapper pid=2) INFO [worker.py:267] Memory profiling takes 4.26 seconds [repeated 30x across cluster]
+(RayWorkerWrapper pid=3) ERROR [worker_base.py:620] {OOM}"""
+    assert diagnose(log).phase == "cuda_graph_capture"
+
+
+def test_nccl_that_is_closed_without_memory_is_not_why_the_server_ended():
+    log = f"{frame('destroy_model_parallel', 'vllm/distributed/parallel_state.py')}\nCuda failure 'out of memory'"
+    assert diagnose(log).phase == "undetermined"
+    assert diagnose("Cuda failure 'out of memory'").phase == "nccl_init_oom"
+
+
+def of_version(version: str, *lines: str) -> list[str]:
+    start = (
+        f"INFO [core.py:61] Initializing a V1 LLM engine (v{version}) with config: model='m', tensor_parallel_size=1"
+    )
+    return [fix.flag for fix in diagnose("\n".join([start, *lines])).failures[0].fixes]
+
+
+def test_a_flag_is_no_remedy_in_a_version_that_has_not_got_it():
+    old, new = (of_version(version, frame("capture_model"), OOM) for version in ("0.8.4", "0.33.0"))
+    assert set(new) - set(old) == {"--kv-cache-memory-bytes", "--max-cudagraph-capture-size"}
+    sampler = "RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests."
+    assert "vLLM" in of_version("0.15.0", sampler) and "vLLM" not in of_version("0.33.0", sampler)
+    none = "ValueError: No available memory for the cache blocks."
+    others = "other processes (nvidia-smi)"
+    assert others in of_version("0.8.4", none) and others not in of_version("0.33.0", none)
+
+
+def test_where_nothing_tells_how_many_gpus_there_are_none_is_named():
+    unknown = fix(diagnose(f"{frame('load_model')}\n{OOM}"), "--tensor-parallel-size")
+    known = fix(diagnose(f"{frame('load_model')}\n{OOM}", "vllm serve m -tp 4"), "--tensor-parallel-size")
+    assert (unknown.from_, unknown.to, known.from_, known.to) == (None, "twice as many", 4, 8)
+
+
+def test_a_pool_of_nothing_is_raised_to_the_usual_share_at_least():
+    found = of("vllm-13882-rtx4060-negative-kv.log")
+    change = fix(found, "--gpu-memory-utilization")
+    assert (change.from_, change.to) == (0.7, 0.9)
+    given = diagnose("No available memory for the cache blocks.", "vllm serve m --gpu-memory-utilization 0.1")
+    assert fix(given, "--gpu-memory-utilization").to == 0.9
+
+
+@pytest.mark.parametrize(("card", "can"), [("T4", False), ("3090", True), ("H200", True)])
+def test_an_fp8_cache_is_advised_where_some_backend_reads_it(card, can):
+    flags_of = {fix.flag for fix in diagnose(TOO_LONG, card=card).failures[0].fixes}
+    assert ("--kv-cache-dtype" in flags_of) == can
+
+
+def test_lines_that_end_early_are_not_called_a_start_that_worked():
+    cut = doctor.report(diagnose("INFO [gpu_worker.py:1] Available KV cache memory: 8.11 GiB"))
+    assert cut.startswith("No failure of memory is in these lines, and they end before the server is up.")
+    assert doctor.report(of(PLAYED + "served.log", card="3090")).startswith("No failure of memory.\n")
+    loaded = doctor.report(diagnose("INFO [gpu_model_runner.py:1] Model loading took 60.1 GiB and 9.0 seconds"))
+    assert loaded.startswith("Undetermined: no failure of memory is in these lines")
+
+
+def test_memory_that_was_free_and_not_given_is_not_called_a_full_card():
+    shared = OOM.replace("of which 1.25 GiB is free", "of which 18.55 GiB is free").replace("77.90", "60.10")
+    notes = " ".join(diagnose(f"{frame('initialize_kv_cache')}\n{shared}").failures[0].notes)
+    assert "not the card's size" in notes and "one segment" not in notes

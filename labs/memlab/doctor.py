@@ -106,7 +106,7 @@ def _conclude(reader: Reader, context: Context) -> Diagnosis:
     root = next((one for one in failures if one.phase not in _NOT_FATAL), None) or next(iter(failures), None)
     run = blamed or reader.runs[-1]
     said = engine(event for one in reader.runs for event in one.events)
-    ledger = root.ledger if root and root.ledger else stated_ledger(run.events)
+    ledger = root.ledger if root else stated_ledger(run.events)
     kv = stated_kv(run.events)
     generation = engine_generation(run.events)
     harmless = tuple((evidence(event)[0], HARMLESS[event.kind]) for event in reader.harmless.values())

@@ -1,6 +1,6 @@
 """A diagnosis as text for a terminal."""
 
-from memlab.findings import Diagnosis, change
+from memlab.findings import Diagnosis, change, without_failure
 from memlab.units import show_gib
 from memlab.vllm_log import clean
 
@@ -8,11 +8,9 @@ from memlab.vllm_log import clean
 def report(found: Diagnosis, fixes: int = 4) -> str:
     """A diagnosis as text for a terminal, free of control characters."""
     lines = []
-    head = {"ok": "No failure of memory.", "not_a_failure": "No failure: these lines only look like one."}
-    if found.phase in head:
-        lines.append(head[found.phase])
-    elif not found.failures:
-        lines.append("Undetermined: nothing here is known to be of vLLM's memory.")
+    if not found.failures:
+        said = without_failure(found.phase, found.enough, found.ledger is not None)
+        lines.append(f"Undetermined: {said}." if found.phase == "undetermined" else _sentence(said))
     if found.starts > 1:
         lines.append(f"{found.starts} starts of a server; a failure that comes again stands once.")
     for number, one in enumerate(found.failures, 1):

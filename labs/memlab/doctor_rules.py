@@ -35,7 +35,7 @@ RULES: dict[str, Rule] = {
             "less memory is free on the card than gpu_memory_utilization × total, before anything is loaded",
             (
                 ("what_is_free", "the budget then fits what is free"),
-                ("end_others", "what others hold counts against what is free"),
+                ("end_others", "what others hold is not free, nor the page cache where GPU and host share one memory"),
                 ("other_gpu", "one on which nobody holds memory"),
             ),
             (
@@ -79,7 +79,7 @@ RULES: dict[str, Rule] = {
             (
                 ("fewer_tokens", "the profiled step has so many tokens"),
                 ("chunked_prefill", "else the profile runs a prompt of max_model_len in one step"),
-                ("max_model_len", "without chunked prefill the profiled step is as long"),
+                ("shorter_prompts", "without chunked prefill the profiled step is as long"),
                 ("fewer_seqs", "the sampler is profiled with so many rows of the vocabulary"),
                 ("more_gpus", "each GPU holds a part of the weights"),
                 ("quantize", "smaller weights leave room for the step"),
@@ -126,7 +126,7 @@ RULES: dict[str, Rule] = {
                 ("chunked_prefill", "else a whole prompt is profiled in one step"),
                 ("fewer_seqs", "fewer rows in the profiled sampler, fewer buffers"),
                 ("mm_limit", "where the model takes images: a smaller profiled encoder"),
-                ("end_others", "early versions of V1 charge to the budget what others hold"),
+                ("end_early", "early versions of V1 charge to the budget what others hold"),
                 ("no_estimate", "no CUDA graphs to reserve for"),
                 ("more_gpus", "each GPU holds a part of the weights"),
                 ("quantize", "smaller weights leave more of the budget"),
@@ -335,7 +335,7 @@ RULES: dict[str, Rule] = {
                 ("pool_to_host", "on the CPU backend the pool lies in host memory"),
                 ("host_memory", "loading and each worker process take host memory"),
                 ("shared_memory", "workers exchange data through /dev/shm"),
-                ("fewer_loaders", "fewer workers read the checkpoint at once"),
+                ("fewer_compilers", "a first start may compile kernels, and each compiler takes GiB of it"),
                 ("less_swap", "V0 pins so much for each GPU"),
                 ("less_host_cache", "they are kept in host memory"),
             ),
@@ -343,6 +343,7 @@ RULES: dict[str, Rule] = {
                 ("--gpu-memory-utilization", _HOST),
                 ("--max-model-len", _HOST),
                 ("--max-num-seqs", _HOST),
+                ("--max-parallel-loading-workers", "vLLM takes it and ignores it"),
                 ("--quantization", "the file on disk is what is read; only a smaller checkpoint helps"),
             ),
             ("dmesg | grep -i -E 'oom|killed process', or the container's last state (kubectl describe pod)",),
@@ -365,7 +366,60 @@ RULES: dict[str, Rule] = {
     )
 }  # fmt: skip
 
+# Failures that come in the place of another one, with means of their own.
+ENCODING = Rule(
+    "runtime_oom",
+    RULES["runtime_oom"].last_line,
+    "while serving, the encoder of images or videos asked for more than the profile had counted",
+    (("mm_limit", "the encoder takes what the items of a step need"), *RULES["runtime_oom"].remedies),
+    RULES["runtime_oom"].useless,
+)
+PINNED = Rule(
+    "host_ram_oom",
+    "cudaHostRegister failed …; CUDA error: out of memory",
+    "the host's memory for offloaded blocks could not be pinned, and CUDA tells of that at a later call, as if the "
+    "GPU's memory had run out",
+    (
+        ("less_host_cache", "so much of the host's memory is pinned"),
+        ("host_memory", "pinned memory cannot be swapped out"),
+        ("newest", "newer versions go on without pinning"),
+    ),
+    RULES["host_ram_oom"].useless,
+)
+_NOT_SHORT = "no memory of the GPU is short"
+_NO_ROOM_HELPS = (
+    (_HINT, _NOT_SHORT),
+    ("--kv-cache-memory-bytes", _NOT_SHORT),
+    ("PYTORCH_CUDA_ALLOC_CONF", _NOT_SHORT),
+)
+# By the kind of the line, in the place of a failure while serving.
+BUFFERS = {
+    "workspace_locked": Rule(
+        "runtime_oom",
+        "Workspace is locked but allocation from … requires …",
+        f"{_NOT_SHORT}: kernels share a workspace that got its size before serving and may not grow, and a step needed "
+        "a larger one",
+        (
+            ("eager", "the workspace is locked once graphs are captured"),
+            ("upgrade", "a backend that asks for too little at the start is a defect"),
+        ),
+        (*_NO_ROOM_HELPS, ("--max-model-len", "the workspace has the size that the warm-up needed")),
+    ),
+    "workspace_small": Rule(
+        "runtime_oom",
+        "Buffer overflow when allocating memory for … in AlignedAllocator",
+        f"{_NOT_SHORT}: FlashInfer has a buffer of a fixed size, and a step needed a larger one",
+        (
+            ("larger_buffer", "the buffer then has so many bytes"),
+            ("smaller_step", "a smaller step needs a smaller buffer"),
+        ),
+        _NO_ROOM_HELPS,
+    ),
+}
+
 HARMLESS = {
+    "pin_failed": "the host's memory for offloaded blocks stays pageable, so transfers are slower; older versions then "
+    "fail at a later call",
     "autotuner_oom": "FlashInfer's autotuner tries large tactics, catches its own out-of-memory and takes another",
     "leaked_semaphore": "Python's resource tracker says so whenever a server ends in a hurry",
     "request_too_long": "one request was refused (HTTP 400); memory has nothing to do with it",

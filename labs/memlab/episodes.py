@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from memlab.doctor_rules import HARMLESS
-from memlab.vllm_log import ERRORS, Event, phase_of
+from memlab.vllm_log import ERRORS, PHASES, Event, phase_of
 
 _KEPT_OF_A_RUN = 2000
 _KEPT_RUNS = 40
@@ -87,6 +87,10 @@ class Reader:
         self.runs[-1].add(event)
 
 
+_BEFORESIZED = frozenset(PHASES[1 : PHASES.index("warming_up")])
+SIZED = frozenset((*PHASES[PHASES.index("warming_up") : PHASES.index("stopping")], "captured"))
+
+
 @dataclass
 class Episode:
     """Lines of failure with no sign of progress between them; ``before`` is how many events of the run precede them."""
@@ -108,6 +112,8 @@ def episodes(run: Run) -> list[Episode]:
             current.events.append(event)
             continue
         begins = phase_of(event)
+        if step in SIZED and begins in _BEFORESIZED:  # a line of another rank, late
+            begins = None
         if event.kind == "graphs_captured":
             begins = "captured"
         if event.kind == "graphs_progress" and event.values.get("progress_percent") == 100.0:

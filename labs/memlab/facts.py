@@ -22,6 +22,7 @@ from memlab.vllm_log import (
 
 _DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.25 to 0.33
 CONTEXTS_GIB = 1.5  # CUDA contexts of one's own processes and of the display take less
+_SERVER_GIB = 2.0  # a process with less is a display, or a rank of the same server that has a context on this GPU too
 _NON_TORCH_GIB = 0.5  # usual on one GPU
 HIGHEST_UTILIZATION = 0.97  # above it the CUDA context alone fails vLLM's check of free memory on most cards
 
@@ -87,8 +88,9 @@ class Facts:
         listed = self.values.get("processes_gib", ())
         allocated = self.values.get("allocated_gib") or 0.0
         enough = [size for size in listed if size >= allocated]
-        if self.values.get("process_gib") is not None:
-            return self.values["process_gib"]
+        stated = self.values.get("process_gib")
+        if stated is not None:  # 0 where the driver does not tell, as in some containers
+            return stated or None
         if allocated and enough:
             return min(enough)
         return max(listed) if len(listed) > 1 else None
@@ -106,6 +108,17 @@ class Facts:
         if "budget_gib" in values and None not in (total, free):
             return max(0.0, total - free - self.ballast)
         return None
+
+    @cached_property
+    def neighbours(self) -> float:
+        """What larger processes than a CUDA context hold besides this one, in GiB."""
+        if self.others is None:
+            return 0.0
+        listed = list(self.values.get("processes_gib", ()))
+        if self.values.get("process_gib") is None and self.process in listed:
+            listed.remove(self.process)
+        held = self.others - sum(size for size in listed if size < _SERVER_GIB)
+        return held if held >= _SERVER_GIB else 0.0
 
     @cached_property
     def charged(self) -> float | None:
@@ -126,6 +139,16 @@ class Facts:
     @cached_property
     def ranks(self) -> int:
         return int(self.given.get("tensor_parallel_size") or 1)
+
+    @cached_property
+    def ranks_told(self) -> int | None:
+        """``tensor_parallel_size``, None where nothing in the log or the command line tells it."""
+        told = self.given.get("tensor_parallel_size") is not None or self.arguments_seen
+        return self.ranks if told or self.ranks > 1 else None
+
+    def takes(self, since: tuple[int, int] | None) -> bool:
+        """Whether this vLLM may have a flag that came in with ``since``, which V0 never had."""
+        return since is None or (self.engine != "V0" and (self.version is None or self.version >= since))
 
     @cached_property
     def graphs(self) -> float | None:
@@ -249,7 +272,6 @@ def _missing(facts: Facts) -> float | None:
     for more, less in (
         *pairs,
         ("swap_gib", "host_total_gib"),
-        ("required_gib", "current_gib"),
         ("requested_gib", "free_gib"),
     ):
         if values.get(more) is not None and values.get(less) is not None:

@@ -19,7 +19,8 @@ _PLACES: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("kernel_warmup", "kernel_warmup warmup_kernels"),
         (
             "weights_load",
-            "load_model create_weights load_weights process_weights_after_loading get_model initialize_model",
+            "load_model create_weights load_weights process_weights_after_loading get_model initialize_model "
+            "make_layers",
         ),
         ("multimodal_profile", "profile_encoder_cache"),
         ("memory_profile", _PROFILE),
@@ -27,11 +28,15 @@ _PLACES: tuple[tuple[str, frozenset[str]], ...] = tuple(
         ("kv_cache_alloc_oom", "_allocate_kv_cache_tensors _allocate_kv_cache allocate_kv_cache"),
         ("cuda_graph_capture", "warm_up_model"),
         ("nccl_init_oom", "init_worker_distributed_environment"),
-        ("runtime_logprobs", "_get_prompt_logprobs_dict compute_logprobs gather_logprobs"),
+        (
+            "runtime_logprobs",
+            "_get_prompt_logprobs_dict compute_logprobs gather_logprobs compute_prompt_logprobs compute_topk_logprobs "
+            "compute_prompt_token_id_logprobs compute_topk_scores compute_token_logprobs",
+        ),
     )
 )
 _ENCODER = {"embed_multimodal", "get_multimodal_embeddings", "_execute_mm_encoder", "_process_image_input"}
-_ENCODER |= {"_process_video_input"}
+_ENCODER |= {"_process_video_input", "execute_mm_encoder"}
 _SAMPLER = {"sampler.py", "sample", "sample_tokens", "apply_top_k_top_p"}
 _SERVES = {"run_busy_loop", "run_engine_loop", "engine_step", "step_async", "_run_engine"}
 CHECKS_POOL = {"raise_if_cache_size_invalid", "_check_enough_kv_cache_memory", "check_enough_kv_cache_memory"}
@@ -90,6 +95,11 @@ def place(functions: Mapping[str, Event], seen: frozenset[str] | set[str]) -> tu
     if serves:
         return "runtime_oom", serves[0]
     return None
+
+
+def in_an_encoder(functions: Iterable[str]) -> bool:
+    """Whether the functions of a traceback are of the encoder of images or videos."""
+    return bool(_ENCODER & set(functions))
 
 
 def encoder_was_last(seen: frozenset[str] | set[str]) -> bool:

@@ -3,10 +3,10 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memlab.doctor_rules import RULES, START, TRACEBACK, Rule
-from memlab.episodes import SAYS_POOL, Episode, Run, episodes
+from memlab.doctor_rules import BUFFERS, ENCODING, PINNED, RULES, START, TRACEBACK, Rule
+from memlab.episodes import SAYS_POOL, SIZED, Episode, Run, episodes
 from memlab.facts import CONTEXTS_GIB, HIGHEST_UTILIZATION, Context, Facts, facts_at
-from memlab.failing_step import CHECKS_POOL, by_order, functions_of, in_a_prompt, place
+from memlab.failing_step import CHECKS_POOL, by_order, functions_of, in_a_prompt, in_an_encoder, place
 from memlab.findings import CONFIDENCE, Failure, Fix, evidence
 from memlab.remedies import REMEDIES
 from memlab.units import show_gib
@@ -32,7 +32,6 @@ _REFUSED = {
 _BY_THE_BUDGET = {"kv_cache_none", "max_model_len_exceeds_kv", "mamba_blocks_lt_max_num_seqs"}
 _FOR_THE_BUDGET = {"raise_utilization", "fewer_tokens", "chunked_prefill", "no_estimate", "quantize", "fewer_seqs"}
 _DEVICE = {"oom", "load_oom", "sampler_oom", "pooler_oom", "cuda_oom", "cumem_oom", "cumem_error", "nccl_oom"}
-_DEVICE |= {"workspace_locked"}
 _ON_HOST = {"host_oom", "shm_full"}
 _SAYS_ITS_PLACE = {"load_oom": "weights_load", "sampler_oom": "sampler_warmup", "pooler_oom": "sampler_warmup"}
 _SAYS_ITS_PLACE |= {"nccl_oom": "nccl_init_oom"}
@@ -46,7 +45,7 @@ def _fixes(rule: Rule, facts: Facts) -> tuple[tuple[Fix, ...], list[tuple[str, s
         if facts.pool_given and rule.phase in _BY_THE_BUDGET and name in _FOR_THE_BUDGET:
             useless.append((remedy.flag, "the pool has the size that was given, whatever the budget leaves"))
             continue
-        change = remedy.size(facts)
+        change = remedy.size(facts) if facts.takes(remedy.since) else None
         if change is None:
             if name == "raise_utilization":
                 share = facts.utilization
@@ -70,6 +69,8 @@ def _numbers(facts: Facts) -> str:
         free = "" if get("free_gib") is None else f", {show_gib(get('free_gib'))} were free"
         total = "" if get("total_gib") is None else f" of {show_gib(card_gib)}"
         return f": {show_gib(get('tried_gib'))} were asked for{free}{total}"
+    if get("required_gib") is not None and get("current_gib") is not None:
+        return f": {show_gib(get('required_gib'))} were asked for, it has {show_gib(get('current_gib'))}"
     if get("needed_gib") is not None and get("kv_cache_gib") is not None:
         return f": {show_gib(get('needed_gib'))} for {get('max_model_len')} tokens, of {show_gib(get('kv_cache_gib'))}"
     if get("budget_gib") is not None and get("free_gib") is not None and get("total_gib") is not None:
@@ -103,9 +104,13 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
             "another attention backend."
         )
     if tried is not None and free is not None and 0 < tried <= free:
+        within = free - tried <= max(_SEGMENT_GIB, 0.25 * tried)
         notes.append(
             "As much as was asked for was free, but the allocator takes larger segments than it is asked for: the "
             "card is full to within one segment."
+            if within
+            else "More than was asked for was free, so not the card's size is the limit but the driver's or the "
+            "host's: where GPU and host share one memory, the part that the GPU may have."
         )
     loose = values.get("unallocated_gib")
     if loose is not None and tried is not None and loose >= max(tried, 0.5):
@@ -131,7 +136,12 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
             "above what all of them hold together."
         )
     others = facts.others
-    if others is not None and others > CONTEXTS_GIB and phase != "other_process_on_gpu":
+    if phase == "other_process_on_gpu" and _one_holds_most(facts):
+        notes.append(
+            "One process holds most of the card. Where nvidia-smi shows it to be this server's own engine, another of "
+            "its processes, such as the one that reads images, needs room beside it: then the budget has to be lower."
+        )
+    if others is not None and others > CONTEXTS_GIB and phase not in ("other_process_on_gpu", "free_memory_at_startup"):
         notes.append(f"Others than this process hold {show_gib(others)} on the card, CUDA contexts included.")
     if facts.card and total:
         notes.append(f"Sizes are those of the card that is played; the one that plays it has {show_gib(total)}.")
@@ -161,14 +171,27 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
     return tuple(notes)
 
 
+_SEGMENT_GIB = 20 / 1024  # the least that PyTorch's allocator takes for a tensor above 1 MiB
+
 _AFTER_THE_POOL = {"cuda_graph_capture", "sampler_warmup", "sampler", "kernel_warmup", "runtime_oom"}
 _AFTER_THE_POOL |= {"runtime_prefill_spike", "runtime_logprobs", "ok"}
 
 
+def _one_holds_most(facts: Facts) -> bool:
+    listed, total = facts.values.get("processes_gib", ()), facts.values.get("total_gib")
+    return bool(listed and total and facts.values.get("process_gib") and max(listed) > 0.5 * total)
+
+
 def _failure(
-    phase: str, confidence: str, facts: Facts, decisive: Event, support=(), cause: str | None = None
+    phase: str,
+    confidence: str,
+    facts: Facts,
+    decisive: Event,
+    support=(),
+    cause: str | None = None,
+    rule: Rule | None = None,
 ) -> Failure:
-    rule = RULES[phase]
+    rule = rule or RULES[phase]
     fixes, useless = _fixes(rule, facts)
     return Failure(
         phase=phase,
@@ -191,20 +214,34 @@ def _undetermined(cause: str, decisive: Event, ledger=None, paste=(TRACEBACK,)) 
     )
 
 
+_BEFORE_THE_POOL = {"weights_load", "memory_profile", "multimodal_profile"}
+
+
+def _known(run: Run, episode: Episode, event: Event, context: Context, parts=()) -> Facts:
+    """What is known at an event of an episode: nothing of the start before it, where the traceback is of a step that
+    comes before what that start had done already, and so of another start."""
+    placed = place(functions_of(episode.events), frozenset())
+    if placed and placed[0] in _BEFORE_THE_POOL and episode.step in SIZED:
+        return facts_at(episode.events, 0, event, context, parts)
+    return facts_at(run.events, episode.before, event, context, parts)
+
+
 def _device(run: Run, episode: Episode, context: Context) -> Failure:
     """Memory of the device ran out: where, by message, traceback, or the last step seen."""
     hits = [event for event in episode.events if event.kind in _DEVICE]
     full = next((event for event in hits if event.kind == "oom"), None)
     worded = next((event for event in hits if event.kind in _SAYS_ITS_PLACE and event.kind != "nccl_oom"), None)
     decisive = full or worded or hits[0]
-    facts = facts_at(run.events, episode.before, decisive, context, hits[:20])
+    facts = _known(run, episode, decisive, context, hits[:20])
     own = functions_of(event for event in episode.events if event.rank == decisive.rank)
     functions = own if place(own, facts.seen) else functions_of(episode.events)
     placed = place(functions, facts.seen)
     support = [*hits[:2]]
-    others, lacking = facts.others, facts.missing or 0.0
-    if full and others is not None and others >= max(CONTEXTS_GIB, lacking):
-        return _failure("other_process_on_gpu", "high", facts, decisive, cause=_neighbours(others))
+    if full and facts.neighbours and facts.neighbours >= (facts.missing or 0.0):
+        return _failure("other_process_on_gpu", "high", facts, decisive, cause=_neighbours(facts))
+    if decisive.kind == "cuda_oom" and ("pin_failed", decisive.rank) in run.counts:
+        pin = next(event for event in run.events if event.kind == "pin_failed")
+        return _failure("host_ram_oom", "medium", facts, decisive, (pin,), rule=PINNED)
     if worded and not (placed and placed[0] == "memory_profile"):
         phase, confidence = _SAYS_ITS_PLACE[worded.kind], "high"
     elif placed:
@@ -229,7 +266,18 @@ def _device(run: Run, episode: Episode, context: Context) -> Failure:
             facts.ledger,
             (TRACEBACK, START),
         )
-    return _failure(phase, confidence, facts, decisive, support)
+    rule = ENCODING if phase == "runtime_oom" and in_an_encoder(functions) else None
+    return _failure(phase, confidence, facts, decisive, support, rule=rule)
+
+
+def _buffer(run: Run, episode: Episode, context: Context) -> Failure:
+    """A kernel's buffer that may not grow: not memory that ran out."""
+    event = next(event for event in episode.events if event.kind in BUFFERS)
+    facts = facts_at(run.events, episode.before, event, context)
+    placed = place(functions_of(episode.events), facts.seen)
+    prompt = "prefill" in event.text or (placed is not None and placed[0] == "runtime_prefill_spike")
+    phase = "runtime_prefill_spike" if prompt else "runtime_oom"
+    return _failure(phase, "high", facts, event, rule=BUFFERS[event.kind])
 
 
 def _more_than_any_budget(facts: Facts) -> bool:
@@ -238,8 +286,9 @@ def _more_than_any_budget(facts: Facts) -> bool:
     return bool(allocated and total and facts.card is None and allocated > HIGHEST_UTILIZATION * total)
 
 
-def _neighbours(others: float) -> str:
-    return f"other processes hold {show_gib(others)} of this card, which was needed"
+def _neighbours(facts: Facts) -> str:
+    known = facts.values.get("process_gib") is not None or facts.values.get("allocated_gib") is not None
+    return f"other processes hold {'' if known else 'at least '}{show_gib(facts.others)} of this card, which was needed"
 
 
 def _of_episode(run: Run, episode: Episode, context: Context) -> Iterator[Failure]:
@@ -259,8 +308,11 @@ def _of_episode(run: Run, episode: Episode, context: Context) -> Iterator[Failur
         if phase == "free_memory_at_startup" and (facts.others or 0.0) > CONTEXTS_GIB:
             cause = f"{RULES[phase].means}; other processes hold {show_gib(facts.others)}, CUDA contexts included"
         found.append((event.line_number, _failure(phase, "high", facts, event, cause=cause)))
-    if kinds & _DEVICE:
+    if kinds & _DEVICE and not _while_ending(kinds, functions_of(events)):
         failure = _device(run, episode, context)
+        found.append((failure.evidence[0].line, failure))
+    elif kinds & set(BUFFERS):
+        failure = _buffer(run, episode, context)
         found.append((failure.evidence[0].line, failure))
     killed = [event for event in events if event.kind in _ON_HOST or _killed(event)]
     if killed and not kinds & _DEVICE and not refused:
@@ -274,11 +326,15 @@ def _of_episode(run: Run, episode: Episode, context: Context) -> Iterator[Failur
         yield failure
 
 
+def _while_ending(kinds: set[str], functions: Mapping[str, Event]) -> bool:
+    """Whether NCCL alone failed, while a process that had failed before closed it."""
+    return kinds & _DEVICE == {"nccl_oom"} and "destroy_model_parallel" in functions
+
+
 def _killed(event: Event) -> bool:
     if event.kind != "killed":
         return False
-    code = event.values.get("exit_code")
-    return code in (137, -9, 9) or (code is None and event.text.lstrip().startswith(("Killed", "/", "bash")))
+    return event.values.get("exit_code") in (137, -9, 9) or event.values.get("signal") == "KILL"
 
 
 def _sure(killed: list[Event]) -> str:
@@ -330,7 +386,7 @@ def _without_a_message(run: Run, episode: Episode, context: Context) -> Iterator
             ("the last line of this traceback, which names the error", "the command line, for max_model_len"),
         )
     elif placed and not other and placed[0] in _STEPS_OF_THE_START:
-        facts = facts_at(run.events, episode.before, placed[1], context)
+        facts = _known(run, episode, placed[1], context)
         failure = _failure(placed[0], "low", facts, placed[1], errors[:2])
         yield replace(failure, paste=("the last line of this traceback: the error itself is cut off", *failure.paste))
     elif errors or functions:

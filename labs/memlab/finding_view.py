@@ -97,9 +97,8 @@ class View:
         if self.failures:
             return doctor_sentence(self.failures[0])
         spot = self.data.get("weak_spot")
-        return {"ok": "no failure of memory", "not_a_failure": "no failure: the lines only look like one"}.get(
-            self.phase, "nothing here is known to be of vLLM's memory"
-        ) + (f"; weak spot: {spot}" if spot else "")
+        said = findings.without_failure(self.phase, self.data.get("enough", True), bool(self.data.get("ledger")))
+        return said + (f"; weak spot: {spot}" if spot else "")
 
     def __str__(self) -> str:
         lines = []

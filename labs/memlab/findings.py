@@ -117,6 +117,16 @@ class Diagnosis:
         }
 
 
+def without_failure(phase: str, enough: bool, stated: bool) -> str:
+    """What is said where no failure was found; ``stated``: whether the text says anything of vLLM's memory."""
+    cut = "no failure of memory is in these lines, and they end before the server is up"
+    if phase == "ok":
+        return "no failure of memory" if enough else cut
+    if phase == "not_a_failure":
+        return "no failure: these lines only look like one"
+    return cut if stated else "nothing here is known to be of vLLM's memory"
+
+
 def _rounded(value: float | None) -> float | None:
     return None if value is None else round(value, 3)
 

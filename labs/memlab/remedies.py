@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil, floor
 
-from memlab import flags
 from memlab.facts import CONTEXTS_GIB, HIGHEST_UTILIZATION, Facts
 from memlab.ledger import weights_gib
 from memlab.units import GIB, MIB, show_gib
@@ -14,16 +13,20 @@ _RESERVE_GIB = 0.25  # given on top of what was missing, so that the next alloca
 
 _BLOCKS_GIB = 0.02  # of a few blocks, and of what the log rounds away
 
+_USUAL_UTILIZATION = 0.9  # vLLM's default to 0.19; a share below it is raised to it at least
+
 Change = tuple[object, object, float | None]
 
 
 @dataclass(frozen=True)
 class Remedy:
-    """``size`` gives (from, to, GiB gained), or None where this remedy is not to be had here."""
+    """``size`` gives (from, to, GiB gained), or None where this remedy is not to be had here; ``since`` is the version
+    that brought the flag, where it is none of V0's."""
 
     flag: str
     costs: str
     size: Callable[[Facts], Change | None]
+    since: tuple[int, int] | None = None
 
 
 def _lower_utilization(facts: Facts) -> Change | None:
@@ -60,11 +63,15 @@ def _raise_utilization(facts: Facts) -> Change | None:
         return None, "higher, up to what is free at the start", None
     if share >= highest:
         return None
-    if not total:
-        return share, round(min(highest, share + 0.05), 2), None
-    to = ceil((share + (facts.missing or 0.0) / total) * 100 + 1) / 100 if facts.missing else share + 0.05
+    pool = facts.term("kv_cache")
+    if not total or not facts.missing:
+        to = max(share + 0.05, _USUAL_UTILIZATION)
+    else:
+        to = ceil((share + facts.missing / total) * 100 + 1) / 100
+        if pool is not None and pool <= 0:  # what is missing gives a pool of nothing
+            to = max(to, _USUAL_UTILIZATION)
     to = round(min(highest, to), 2)
-    return share, to, (to - share) * total
+    return share, to, (to - share) * total if total else None
 
 
 def _larger_pool(facts: Facts) -> Change | None:
@@ -97,6 +104,12 @@ def _fit_model_len(facts: Facts) -> Change | None:
     return length, max(1, int(fits)), facts.missing
 
 
+def _shorter_prompts(facts: Facts) -> Change | None:
+    """V1 profiles a step of max_num_batched_tokens, unless chunked prefill was switched off."""
+    chunks = facts.engine == "V1" and facts.given.get("enable_chunked_prefill") is not False
+    return None if chunks else _fit_model_len(facts)
+
+
 def _half(name: str, gained: Callable[[Facts], float | None], planned: bool) -> Callable[[Facts], Change | None]:
     """Half of a flag's value, and what that gains: by the planner where the profile counts it, else by ``gained``."""
 
@@ -127,7 +140,8 @@ def _state_blocks(facts: Facts) -> Change | None:
 
 def _more_ranks(facts: Facts) -> Change | None:
     gain = None if facts.weights is None else facts.weights / 2
-    return facts.ranks, 2 * facts.ranks, gain
+    told = facts.ranks_told
+    return (None, "twice as many", gain) if told is None else (told, 2 * told, gain)
 
 
 def _quantize(facts: Facts) -> Change | None:
@@ -148,7 +162,7 @@ def _small_kv(facts: Facts) -> Change | None:
     dtype = facts.given.get("kv_cache_dtype") or "auto"
     if str(dtype).startswith(("fp8", "nvfp4", "int", "turbo")):
         return None
-    if facts.card and facts.card.refuses(flags.ServeFlags(kv_cache_dtype="fp8")):
+    if facts.card and facts.card.compute_capability < (8, 0):  # of FlashInfer (vllm/v1/attention/backends, 0.32)
         return None
     needed, pool = facts.values.get("needed_gib"), facts.term("kv_cache")
     if needed is None and pool and facts.missing and facts.values.get("kv_tokens"):
@@ -209,7 +223,22 @@ def _chunk(facts: Facts) -> Change | None:
     return False, True, _part("activation", 0.5)(facts)
 
 
+def _end_others_early(facts: Facts) -> Change | None:
+    """V1 to 0.9 took what was used on the card after the profile for its own (0.9.2: vLLM pull request #18974)."""
+    newer = facts.version and facts.version > (0, 9) or facts.seen & _NEWER_THAN_0_9
+    return None if facts.engine == "V0" or newer else _end_others(facts)
+
+
+_NEWER_THAN_0_9 = {"graphs_profiled", "graphs_estimated", "graphs_subtracted", "memory_summary", "runner", "kv_given"}
+
+
+def _newest(facts: Facts) -> Change | None:
+    return None if facts.version and facts.version >= (0, 27) else (None, "0.27 or later", None)
+
+
 def _less_swap(facts: Facts) -> Change | None:
+    if facts.engine == "V1":
+        return None
     swap, host = facts.values.get("swap_gib"), facts.values.get("host_total_gib")
     if swap is None:
         return facts.given.get("swap_space"), "lower, or 0", None
@@ -221,14 +250,21 @@ def _fixed(to: object, from_: object = None) -> Callable[[Facts], Change | None]
     return lambda facts: (from_, to, None)
 
 
+def _larger_buffer(facts: Facts) -> Change | None:
+    needed = facts.values.get("required_bytes")
+    return (None, 2 * needed, None) if isinstance(needed, int) else None
+
+
 _FEWER = "fewer requests in one step"
 _STEPS = "a long prompt takes more steps"
+_GIVEN = "a smaller KV cache; the budget no longer sizes it"
 _HALF_STEP, _HALF_TRIED = _part("activation", 0.5), _part("tried", 0.5)
 REMEDIES: dict[str, Remedy] = {
     "lower_utilization": Remedy("--gpu-memory-utilization", "a smaller KV cache", _lower_utilization),
     "what_is_free": Remedy("--gpu-memory-utilization", "a smaller KV cache", _to_what_is_free),
     "raise_utilization": Remedy("--gpu-memory-utilization", "headroom for what is not profiled", _raise_utilization),
     "max_model_len": Remedy("--max-model-len", "longer requests are refused", _fit_model_len),
+    "shorter_prompts": Remedy("--max-model-len", "longer requests are refused", _shorter_prompts),
     "fewer_tokens": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_STEP, True)),
     "smaller_step": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_TRIED, False)),
     "fewer_seqs": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", lambda facts: None, True)),
@@ -237,22 +273,24 @@ REMEDIES: dict[str, Remedy] = {
     "more_gpus": Remedy("--tensor-parallel-size", "as many GPUs again", _more_ranks),
     "quantize": Remedy("--quantization", "some accuracy", _quantize),
     "offload_weights": Remedy("--cpu-offload-gb", "each step reads them over PCIe", _offload),
-    "fp8_kv": Remedy("--kv-cache-dtype", "some accuracy; needs compute capability 8.9", _small_kv),
+    "fp8_kv": Remedy("--kv-cache-dtype", "some accuracy; a card of 8.9 on, of 8.0 on with FlashInfer", _small_kv),
     "eager": Remedy("--enforce-eager", "slower decoding", _no_graphs),
     "no_estimate": Remedy("--enforce-eager", "slower decoding", _no_estimate),
-    "fewer_graphs": Remedy("--max-cudagraph-capture-size", "slower decoding of larger batches", _fewer_graphs),
-    "fixed_pool": Remedy("--kv-cache-memory-bytes", "a smaller KV cache; the budget no longer sizes it", _fixed_pool),
+    "fewer_graphs": Remedy("--max-cudagraph-capture-size", "slower decoding of larger batches", _fewer_graphs, (0, 12)),
+    "fixed_pool": Remedy("--kv-cache-memory-bytes", _GIVEN, _fixed_pool, (0, 11)),
     "larger_pool": Remedy("--kv-cache-memory-bytes", "headroom on the card", _larger_pool),
     "pool_to_host": Remedy("--kv-cache-memory-bytes", "a smaller KV cache", _pool_to_host),
     "expandable": Remedy("PYTORCH_CUDA_ALLOC_CONF", "refused together with a KV connector", _gather),
     "end_others": Remedy("other processes (nvidia-smi)", "what they do", _end_others),
+    "end_early": Remedy("other processes (nvidia-smi)", "what they do", _end_others_early),
     "end_charged": Remedy("other processes (nvidia-smi)", "what they do", _end_charged),
     "other_gpu": Remedy("CUDA_VISIBLE_DEVICES", "another GPU; set it before the process starts", _fixed("a free GPU")),
     "alone": Remedy("start-up order", "time", _fixed("one server after the other, with nothing ending meanwhile")),
     "mm_limit": Remedy("--limit-mm-per-prompt", "fewer or smaller items in a request", _fixed("fewer items")),
     "mm_reserve": Remedy("mm_ipc_gpu_memory_gb", "decoding of video on the CPU", _fixed("lower")),
     "chunked_prefill": Remedy("--enable-chunked-prefill", "more steps for a long prompt", _chunk),
-    "upgrade": Remedy("vLLM", "a new version", _fixed("0.27 or later")),
+    "upgrade": Remedy("vLLM", "a new version", _newest),
+    "newest": Remedy("vLLM", "a new version", _fixed("0.30 or later")),
     "no_prompt_logprobs": Remedy(
         "prompt_logprobs (of requests)",
         "requests get none",
@@ -263,7 +301,8 @@ REMEDIES: dict[str, Remedy] = {
     "more_swap": Remedy("--swap-space", "host memory", _fixed("higher")),
     "host_memory": Remedy("memory of the host or container", "host memory", _fixed("a higher limit")),
     "shared_memory": Remedy("--shm-size (of docker run)", "host memory", _fixed("16g or more, or --ipc=host")),
-    "fewer_loaders": Remedy("--max-parallel-loading-workers", "a slower start", _fixed(1)),
+    "fewer_compilers": Remedy("MAX_JOBS", "a slower first start", _fixed(4)),
+    "larger_buffer": Remedy("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "memory outside the pool", _larger_buffer),
     "less_host_cache": Remedy("--mm-processor-cache-gb, --kv-offloading-size", "host caches", _fixed("lower")),
     "sleep_level": Remedy("wake_up(tags)", "two calls", _fixed('first "weights", then "kv_cache"')),
     "no_all_reduce": Remedy("--disable-custom-all-reduce", "slower tensor parallelism", _fixed(True, False)),

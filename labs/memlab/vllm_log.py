@@ -249,8 +249,10 @@ _STEPS = (
     "initialize_from_config", "initialize_kv_cache", "_allocate_kv_cache_tensors", "_allocate_kv_cache",
     "_initialize_cache", "allocate_kv_cache", "compile_or_warm_up_model", "warm_up_model", "kernel_warmup",
     "warmup_kernels", "capture_model", "capture_graphs", "execute_model", "sample_tokens", "sample",
-    "apply_top_k_top_p", "compute_logprobs", "gather_logprobs", "_get_prompt_logprobs_dict", "wake_up", "sleep",
-    "run_busy_loop", "run_engine_core",
+    "apply_top_k_top_p", "compute_logprobs", "gather_logprobs", "_get_prompt_logprobs_dict", "compute_prompt_logprobs",
+    "compute_prompt_token_id_logprobs", "compute_topk_logprobs", "compute_topk_scores", "compute_token_logprobs",
+    "execute_mm_encoder", "make_layers", "wake_up", "sleep", "run_busy_loop", "run_engine_core",
+    "destroy_model_parallel",
 )  # fmt: skip
 _FUNCTIONS = rf"(?P<function>{'|'.join(_STEPS)}|\w{{0,40}}(?:prefill|chunk)\w{{0,60}})"
 _WHOLE_OR_BEGUN = {name[:length] for name in _STEPS for length in range(1, len(name) + 1)}
@@ -437,6 +439,7 @@ ROWS: tuple[Row, ...] = (
     Row("warming_up", "JIT kernel warmup starting"),  # model_executor/warmup/kernel_warmup.py:179
     Row("graphs_progress", "Capturing CUDA graph", (_p(r"Capturing CUDA graph"), _p(r": <progress_percent>%"))),
     Row("graphs_progress", "Capturing the model for CUDA graphs"),  # V0
+    Row("graphs_progress", "Capturing cudagraphs for decoding"),  # V0, 0.7 on
     Row("graphs_captured", "Graph capturing finished", (
         _p(r"finished in <seconds_s> secs?,? took <cuda_graphs_actual_gib> G"),
     )),
@@ -488,6 +491,11 @@ ROWS: tuple[Row, ...] = (
     Row("leak_notice", "a rare memory leak in UCX"),
     Row("group_left", "destroy_process_group() was not called"),
     Row("swap_possible", "Possibly too large swap space"),  # V0
+    # v1/kv_offload/cpu/gpu_worker.py:208 in 0.29, host_register.py:55 since; v1/simple_kv_offload/cuda_mem_ops.py:33
+    # raises.
+    Row("host_oom", "RuntimeError: cudaHostRegister failed"),
+    Row("pin_failed", "HostRegister failed"),
+    Row("pin_failed", "_register failed"),
     # Memory ran out.
     Row("load_oom", "Failed to load model - not enough GPU memory", more=True),  # v1/worker/gpu_model_runner.py:5079
     Row("load_oom", "Failed to create unquantized linear weights", more=True),  # 0.11: model_executor/layers/linear.py
@@ -509,6 +517,7 @@ ROWS: tuple[Row, ...] = (
     Row("cuda_oom", "CUBLAS_STATUS_ALLOC_FAILED"),
     Row("cuda_oom", "HIP error: out of memory"),
     Row("cuda_oom", "Triton Error [CUDA]: out of memory"),
+    Row("cuda_oom", "ERROR_OUT_OF_DEVICE_MEMORY"),  # Level Zero, of Intel's GPUs
     Row("autotuner_oom", "OOM detected, falling back"),  # FlashInfer; harmless
     Row("kv_none", "No available memory for the cache blocks"),  # v1/core/kv_cache_planning.py:58
     Row("kv_too_small", "To serve at least one request with", (
@@ -528,7 +537,11 @@ ROWS: tuple[Row, ...] = (
         _p(r"Workspace is locked"),
         _p(r"requires <<required_gib>>"),
         _p(r"current size is <<current_gib>>"),
-    )),  # v1/worker/workspace.py:244, MiB printed as MB
+    ), until="current size is"),  # v1/worker/workspace.py:244, MiB printed as MB
+    Row("workspace_small", "Buffer overflow when allocating memory for", (
+        _p(r"memory for (?P<buffer>\w{1,80}) with size <required_bytes>"),
+        _p(r"only <left_bytes> bytes available"),
+    )),  # FlashInfer: include/flashinfer/allocator.h
     Row("external_weights_high", "Externally held weights on device"),
     Row("kv_swap_exhausted", "lack of CPU swap space"),  # V0
     Row("swap_too_large", "Too large swap space", (
@@ -549,6 +562,7 @@ ROWS: tuple[Row, ...] = (
     Row("host_oom", "emoryError", (_p(r"(?:^|[^A-Za-z])(?:_Array)?MemoryError\b"),), vague=True),
     Row("host_oom", "Cannot allocate memory"),
     Row("host_oom", "oom-kill", (_p(r"oom-kill"),), vague=True),
+    Row("host_oom", "oom_kill event"),  # Slurm
     Row("host_oom", "emory: Killed process"),
     Row("host_oom", "OOMKilled"),
     Row("host_oom", "ray.exceptions.OutOfMemoryError"),
@@ -608,8 +622,11 @@ ROWS: tuple[Row, ...] = (
     Row("killed", "died unexpectedly", (_p(r"died unexpectedly"), _p(r"exit code: <exit_code>"))),
     Row("killed", "died with exit code", (_p(r"died with exit code <exit_code>"),)),
     Row("killed", "exit code", (_p(r"exit(?:ed)? (?:with )?(?:exit )?code:? <exit_code>"),), vague=True),
+    Row("killed", "exited with code", (_p(r"with code (?P<exit_code>[1-9]\d{0,3})\b"),), vague=True),  # docker compose
+    Row("killed", "Exit Code:", (_p(r"Code: (?P<exit_code>[1-9]\d{0,3})\b"),), vague=True),  # kubectl describe
     Row("killed", "was terminated", (_p(r"WorkerProc was terminated"),), vague=True),
-    Row("killed", "Killed", (_p(r"^(?:\S{0,60}:? (?:line )?\d*:?\s*\d* )?Killed\b"),), vague=True),
+    Row("killed", "Killed", (_p(r"^(?:\S{0,60}:? (?:line )?\d*:?\s*\d* )?Killed\b"),), vague=True,
+        fixed={"signal": "KILL"}),  # a shell
     Row("leaked_semaphore", "leaked semaphore"),  # harmless
     Row("leaked_semaphore", "leaked shared_memory"),
     # Where a traceback was: functions that tell the phase of a failure. The second form is a short one of loggers.
@@ -623,6 +640,10 @@ ROWS: tuple[Row, ...] = (
         _p(r'File "(?:[^"]{0,400}[/\\])?(?P<file>(?:chunk\w{0,40}|\w{0,40}prefill\w{0,40}|\w{0,20}sampler)\.py)", '
            r"line \d+, in (?P<function>\w{1,80})\s*$"),
     ), vague=True),
+    Row("frame", "self.model_", (
+        _p(r"^(?:\w{1,40} = )?self\.model_(?:runner|executor)\.(?P<function>load_model|profile_run|capture_model|"
+           r"_dummy_sampler_run|determine_available_memory|determine_num_available_blocks|initialize_kv_cache)\("),
+    ), vague=True, fixed={"file": ""}),  # the line of source below a frame, where the frame itself was cut off
     Row("frame", "raise_if_cache_size_invalid(", fixed={"file": "", "function": "raise_if_cache_size_invalid"}),
     Row("frame", "engine_core.run_busy_loop()", fixed={"file": "core.py", "function": "run_busy_loop"}),
     # Any other end of a traceback: that it was not memory.
@@ -646,7 +667,12 @@ _CONTAINER = re.compile(
     r"[A-Z][a-z]{2} [ \d]\d \d\d:\d\d:\d\d(?:\.\d{1,9})? \S{1,255} [\w@./-]{1,80}(?:\[\d{1,10}\])?: |"
     r"\[pod/[^\]\s]{1,255}\] |"
     r"[A-Za-z][\w.-]{0,80}\s+\| |"
-    r"- (?:INFO|WARNING|ERROR) - (?:[\w.:]{1,80} - )*"
+    r"- (?:INFO|WARNING|ERROR) - (?:[\w.:]{1,80} - )*|"
+    r"(?:INFO|NOTICE|WARNING|ERROR|DEFAULT) (?=\d{4}-\d\d-\d\dT)|"
+    r"\[resource\.labels\.[^\]]{1,120}\] |"
+    r"\[(?:[Ii]nfo|[Ww]arning|[Ee]rror|[Dd]ebug)\] (?:\(Process\) )?|"
+    r"(?:> ?){1,4}|"
+    r"\*\*(?=\()"
     r")"
 )
 _PROCESS = re.compile(
@@ -705,7 +731,7 @@ def _strip(text: str) -> _Line:
         text = _ANSI.sub("", text)
     if len(text) > _TEXT_LIMIT and "         " in text:
         text = _SPACES.sub(" ", text)
-    for _ in range(4):
+    for _ in range(6):
         match = None if text.startswith("(") else _CONTAINER.match(text)
         if not match:
             break
@@ -842,6 +868,10 @@ def _may_hold(line: str) -> bool:
         or "to wake" in line
         or "CUBLAS" in line
         or "oom-k" in line
+        or "oom_k" in line
+        or "OUT_OF" in line
+        or "egister failed" in line
+        or "Code:" in line
         or "OOM" in line
         or "bad_alloc" in line
         or "SIGKILL" in line
@@ -852,6 +882,7 @@ def _may_hold(line: str) -> bool:
         or "process_group" in line
         or "prefix cache" in line
         or ", in " in line
+        or "self.model_" in line
         or "run_busy" in line
         or "cache_size" in line
         or "resolved" in line
@@ -1199,8 +1230,9 @@ DOES_NOT_FIT = frozenset(
 ERRORS = (
     OUT_OF_MEMORY
     | DOES_NOT_FIT
-    | {"cumem_error", "nccl_error", "workspace_locked", "kv_swap_exhausted", "bad_settings", "engine_start_failed"}
-    | {"engine_fatal", "engine_init_failed", "engine_dead", "worker_init_failed", "worker_failed", "killed"}
+    | {"cumem_error", "nccl_error", "workspace_locked", "workspace_small", "kv_swap_exhausted", "bad_settings"}
+    | {"engine_start_failed", "engine_fatal", "engine_init_failed", "engine_dead", "worker_init_failed"}
+    | {"worker_failed", "killed"}
 )
 _OF_A_FAILURE = OUT_OF_MEMORY | {"frame", "exception"}
 _STATED_BY_A_WORKER = frozenset(
