@@ -3,7 +3,7 @@
 document.addEventListener("DOMContentLoaded", () => {
   const SETTLED_MS = 300; // without a move: then it is heard, linked to, and changes are looked for
   const root = document.querySelector(".memlab-plan");
-  if (!root) return;
+  if (!root || !window.memlabPython) return; // the first plan stays
   const form = root.querySelector("form");
   const defaults = JSON.parse(root.dataset.defaults);
   const error = root.querySelector(".memlab-plan-error");

@@ -387,6 +387,39 @@ def test_no_barrier_that_axe_finds_and_it_fits_a_phone_in_both_modes(open_plan):
 
 
 @pytest.mark.browser
+def test_on_a_phone_the_bar_stays_in_sight_of_a_control_and_hides_none(open_plan):
+    tab = open_plan("#max-num-seqs=8", viewport={"width": 390, "height": 844})
+    settled(tab)
+    for control in ("input[data-for=tensor-parallel-size]", "input[name=more]", "select[name=card]"):
+        tab.locator(control).focus()
+        bar = tab.locator(".memlab-plan figure > svg").bounding_box()
+        box = tab.locator(control).bounding_box()
+        assert bar["y"] >= 0 and bar["y"] + bar["height"] <= box["y"] <= 844 - box["height"], control
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("link", ["card=Tesla+T4&model=deepseek-ai/DeepSeek-V3", "gpu-memory-utilization=0.3", ""])
+def test_the_words_of_the_bar_stay_on_a_phone(open_plan, link):
+    tab = open_plan(f"#{link}", viewport={"width": 320, "height": 844})
+    if link:
+        settled(tab)
+    for text in tab.locator(".memlab-plan figure > svg text").all():
+        box = text.bounding_box()
+        assert box["x"] >= 0 and box["x"] + box["width"] <= 320, text.inner_text()
+
+
+@pytest.mark.browser
+@pytest.mark.parametrize("script", ["python.js", "plan-memory.js"])
+def test_where_a_script_does_not_come_the_plan_stands_without_a_dead_control(chromium, url, script):
+    tab = chromium.new_page()
+    tab.route(f"**/{script}*", lambda route: route.abort())
+    tab.goto(url)
+    assert tab.locator(".memlab-plan :is(input, select, button):visible").count() == 0
+    assert "GPU KV cache size" in tab.locator("[data-part=verdict]").inner_text()
+    tab.close()
+
+
+@pytest.mark.browser
 def test_without_scripts_no_control_is_there_and_the_plan_is(open_plan):
     tab = open_plan(java_script_enabled=False)
     assert tab.locator(".memlab-plan :is(input, select, button):visible").count() == 0

@@ -91,8 +91,8 @@ def slider(name: str, resolved: float) -> str:
 def controls(resolved: dict[str, float]) -> str:
     """The form; a script shows it."""
     sizes = sorted(CARDS.values(), key=lambda card: card.total_gib)
-    cards = [(card.name, f"{card.name} ({card.total_gib:g} GiB)") for card in sizes]
-    models = [(name, name) for name in PRESET_CONFIGS]
+    cards = [(card.name, f"{card.name.removeprefix('NVIDIA ')} ({card.total_gib:g} GiB)") for card in sizes]
+    models = [(name, name.rpartition("/")[2]) for name in PRESET_CONFIGS]
     capabilities = [("", "not known"), *((each, each) for each in CAPABILITIES)]
     where = (
         select("card", "card", [*cards, (plan_view.OTHER_CARD, "another, by its memory")]),
@@ -120,7 +120,7 @@ def controls(resolved: dict[str, float]) -> str:
         '<form hidden autocomplete="off" aria-label="Settings of the plan">'
         f'<fieldset><legend>GPU and model</legend><div class="memlab-controls">{"".join(where)}</div>{config}'
         "</fieldset>"
-        f"<fieldset><legend>Flags; an empty field leaves one to vLLM</legend>{sliders}"
+        f"<fieldset><legend>Flags</legend><p>An empty field leaves its flag to vLLM.</p>{sliders}"
         f'<div class="memlab-controls">{"".join(rest)}</div></fieldset>'
         '<p class="memlab-plan-buttons"><button type="button" data-do="reset">Back to the first plan</button> '
         '<button type="button" data-do="link">Copy a link to this plan</button></p>'

@@ -310,7 +310,7 @@ def _changes(found: Plan, looked: bool) -> str:
     if not looked:
         return "<p>Looking for a change that lets it start …</p>"
     if not found.changes:
-        return "<p>No flag alone lets it start: take a larger card, more of them, or a smaller model.</p>"
+        return "<p>No flag alone lets it start: it takes two changes or more, another card, or a smaller model.</p>"
     items = []
     for change in found.changes:
         name, value = change.flag.replace("_", "-"), "1" if change.to is True else str(change.to)
@@ -388,6 +388,10 @@ def figure(found: Plan) -> str:
     def at(size_gib: float) -> str:
         return f"{100 * min(max(size_gib / scale, 0.0), 1.0):.3f}%"
 
+    def label(place_gib: float, y: int, text: str) -> str:
+        side = "start" if place_gib < scale / 2 else "end"  # where a phone has room for it
+        return f'<text x="{at(place_gib)}" y="{y}" text-anchor="{side}">{text}</text>'
+
     drawn, lane = [], top + height + 10
     for one in placed:
         place = f'x="{at(one.start_gib)}" width="{at(one.size_gib)}"'
@@ -410,9 +414,8 @@ def figure(found: Plan) -> str:
     marks = (
         f"<rect {edge}/>"
         f'<line class="budget" x1="{at(budget)}" x2="{at(budget)}" y1="{top - 4}" y2="{lane - 4}"/>'
-        f'<text x="{at(budget)}" y="14" text-anchor="end">budget {show_gib(view.budget_gib)}</text>'
-        f'<text x="0" y="{bottom - 2}">0</text>'
-        f'<text x="{at(card)}" y="{bottom - 2}" text-anchor="end">card {show_gib(card)}</text>'
+        f"{label(budget, 14, f'budget {show_gib(view.budget_gib)}')}"
+        f"{label(card, bottom - 2, f'card {show_gib(card)}')}"
     )
     named = 'role="img" aria-labelledby="memlab-plan-title memlab-plan-desc"'
     title = f'<title id="memlab-plan-title">Memory of {escape(found.card.name)}, predicted</title>'
@@ -485,9 +488,15 @@ def table(found: Plan) -> str:
         band = bands.get("cuda_graphs_estimated" if term == "cuda_graphs" else term)
         between = f"{show_gib(band[0])} to {show_gib(band[1])}" if band else ""
         body.append(
-            f'<tr data-term="{term}"><th scope="row">{escape(word(term))}</th><td>{show_gib(size)}</td>'
-            f'<td>{between}</td><td class="rule">{escape(rule)}</td></tr>'
+            f'<tr role="row" data-term="{term}"><th role="rowheader" scope="row">{escape(word(term))}</th>'
+            f'<td role="cell">{show_gib(size)}</td><td role="cell">{between}</td>'
+            f'<td role="cell" class="rule">{escape(rule)}</td></tr>'
         )
-    head = "".join(f'<th scope="col">{name}</th>' for name in ("term", "predicted", "between", "rule"))
-    caption = "<caption>The terms of one GPU, predicted</caption>"
-    return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table>"
+    # A phone shows the rows as blocks; the roles keep them a table to who hears it.
+    names = ("term", "predicted", "between", "rule")
+    head = "".join(f'<th role="columnheader" scope="col">{name}</th>' for name in names)
+    return (
+        '<table role="table"><caption>The terms of one GPU, predicted</caption>'
+        f'<thead role="rowgroup"><tr role="row">{head}</tr></thead>'
+        f'<tbody role="rowgroup">{"".join(body)}</tbody></table>'
+    )

@@ -576,9 +576,9 @@ def _warnings(
     elif failed and failed[0] == _POOL and high >= prediction.needed_gib:
         said.append(f"it is close: the pool may be as large as {show_gib(high)}")
     free = ledger.total_gib - ledger.context_gib - ledger.budget_gib
-    if not ledger.pool_given and free < 1.0:
+    if not ledger.pool_given and 0 <= free < 1.0:
         said.append(
-            f"{show_gib(max(free, 0.0))} are left on the card beside the budget. Fewer batched tokens do not raise "
+            f"{show_gib(free)} are left on the card beside the budget. Fewer batched tokens do not raise "
             "that: what the step no longer takes goes to the pool. Lower gpu_memory_utilization, or give the "
             "pool in bytes"
         )
