@@ -13,7 +13,7 @@ import nbformat
 import pytest
 
 from live_vllm import kernel, vllm_processes, wait_until
-from memlab import lab, notebook, record, sweep
+from memlab import cli, lab, notebook, rank_plots, record
 from memlab.errors import NotebookError, ServerError
 from memlab.flags import ServeFlags
 from memlab.record import Traffic
@@ -182,16 +182,28 @@ def test_several_loads_share_one_server_and_no_prompt():
 
 
 @pytest.mark.live
-def test_two_ranks_of_one_server_each_state_their_half(monkeypatch, tmp_path):
+def test_two_ranks_of_one_server_each_state_their_half_and_a_grid_of_them_resumes(monkeypatch, tmp_path, capsys):
+    """A setting as the grids of several GPUs have it, in the small."""
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
-    flags = TINY.with_(tensor_parallel_size=2)
-    sent = Traffic(input_tokens=50, output_tokens=8, requests=2)
-    (found,) = sweep.sweep([sweep.Setting("tiny-llama", flags, sent)], "live")
-    assert (found.outcome, found.latency.completed) == ("ok", 2)
+    (first_of_grid, *_) = json.loads((LABS / "grids" / "two-cards.json").read_text())
+    flags = {**TINY.set(), "tensor_parallel_size": 2, "extra": ["--disable-custom-all-reduce"]}
+    load = {"input_tokens": 50, "output_tokens": 8, "requests": 2}
+    setting = {**first_of_grid, "model": "tiny-llama", "card": None, "flags": flags, "traffic": [load, load]}
+    (tmp_path / "grid.json").write_text(json.dumps([setting]))
+    for there in (0, 1):
+        assert cli.main(["sweep", str(tmp_path / "grid.json"), "--seconds", "530"]) == 0
+        assert ("1 to go on the CPU backend" in capsys.readouterr().out) == (there == 0)
+    (path,) = tmp_path.rglob("run-*/*-r1.json")
+    found = record.read(path)
+    assert found.outcome == "ok" and [load.latency.completed for load in found.loads] == [2, 2]
+    assert found.variables == setting["variables"] and found.engine.environment["NCCL_NVLS_ENABLE"] == "0"
     first, second = (rank.stated for rank in found.ranks)
     assert first.kv_cache_gib == second.kv_cache_gib == 1.0, "the pool is given for each rank"
     each = record.shapes.LAB_MODELS["tiny-llama"].kv_bytes_per_token() / 2
-    assert found.kv.tokens == GIB // each, "a rank holds half of the heads of each token"
+    assert found.kv.tokens == GIB // each == found.prediction["kv_tokens"], (
+        "a rank holds half of the heads of each token"
+    )
+    assert "KV cache, stated: 1.00 GiB on each." in rank_plots.ranks(found).alt
 
 
 @pytest.mark.live

@@ -524,10 +524,16 @@ def ledger(*records: RunRecord, replayed: bool = False) -> Plot:
     return Plot(
         title="Memory by term",
         alt=" ".join(filter(None, [_ledger_alt(bars), _largest_difference(records)])),
-        caption=caption(records, replayed),
+        caption=caption(records, replayed) + _first_rank(records),
         table=ledger_table(*records),
         draw=lambda ink: draw_bars(bars, ink),
     )
+
+
+def _first_rank(records) -> str:
+    """What a caption adds where a bar is one rank's of several."""
+    most = max(len(record.ranks) for record in records)
+    return f" · the first of {most} ranks" if most > 1 else ""
 
 
 def _ledger_alt(bars) -> str:

@@ -82,22 +82,23 @@ def _whole_host(record: RunRecord) -> bool:
 
 
 def _bars(record: RunRecord, label: str) -> list[Bar]:
-    """A stage's prediction goes before its ranks."""
+    """A stage's prediction goes before its ranks, the host's memory after all of them."""
     per_stage = record.served_flags.tensor_parallel_size or 1
-    several = len(record.ranks) > per_stage
+    several, whole = len(record.ranks) > per_stage, _whole_host(record)
     found = []
     for number, rank in enumerate(record.ranks):
-        predicted = plots.predicted(record, number)
-        if predicted is not None and number % per_stage == 0:
+        if number % per_stage == 0:
             stage = f"stage {number // per_stage + 1}" if several else "every rank"
-            found.append((f"{stage}, predicted", predicted, number))
-        for view in (rank.stated, rank.seen):
-            if view is not None and view.known():
-                whole = view is rank.seen and _whole_host(record)
-                found.append((f"{'host' if whole else f'rank {number}'}, {view.view}", view, number))
+            found.append((stage, plots.predicted(record, number), number))
+        found.append((f"rank {number}", rank.stated, number))
+        if not whole:
+            found.append((f"rank {number}", rank.seen, number))
+    if whole:
+        found.append(("host", record.seen, 0))
     return [
-        Bar("\n".join(filter(None, [label, name])), view, plots.context_of(record, number))
-        for name, view, number in found
+        Bar("\n".join(filter(None, [label, f"{who}, {view.view}"])), view, plots.context_of(record, number))
+        for who, view, number in found
+        if view is not None and view.known()
     ]
 
 

@@ -65,7 +65,8 @@ def from_dict(data: dict) -> Setting:
     try:
         given = data.get("traffic")
         traffic = [_load(each) for each in given] if isinstance(given, list) else _load(given) if given else None
-        flags, instruments = ServeFlags(**data.get("flags", {})), tuple(data.get("instruments", ()))
+        asked, instruments = data.get("flags", {}), tuple(data.get("instruments", ()))
+        flags = ServeFlags(**{**asked, "extra": tuple(asked.get("extra", ()))})
         neighbour = Neighbour(**data["neighbour"]) if data.get("neighbour") else None
         read = {"flags": flags, "traffic": traffic, "instruments": instruments, "neighbour": neighbour}
         return Setting(**{**data, **read})
