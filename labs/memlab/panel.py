@@ -273,14 +273,23 @@ class Panel:
             self.settings = settings
 
     def _snap(self, wanted: Settings, moved: tuple[str, ...]) -> None:
-        """To the recorded run nearest to ``wanted``: one that has what was ``moved``, where there is one."""
+        """To the recorded run nearest to ``wanted``: one that has what was ``moved``, where there is one.
 
-        def distance(point: Settings) -> tuple[int, int]:
-            apart = [name for name in NAMES if point.value(name) != wanted.value(name)]
-            return sum(name in moved for name in apart), len(apart)
+        A flag that is unset and one that was recorded with vLLM's default for it are the same run.
+        """
+        taken = self._resolve(wanted.flags)
+
+        def differs(point: Settings, name: str) -> bool:
+            asked = wanted.value(name)
+            asked = getattr(taken, name) if asked is None and name in FLAGS else asked
+            return point.value(name) not in (asked, wanted.value(name))
+
+        def distance(point: Settings) -> tuple[int, int, int]:
+            literally = [name for name in NAMES if point.value(name) != wanted.value(name)]
+            return sum(name in moved for name in literally), sum(differs(point, name) for name in NAMES), len(literally)
 
         nearest = min(self.points, key=distance)
-        apart = [name for name in NAMES if nearest.value(name) != wanted.value(name)]
+        apart = [name for name in NAMES if differs(nearest, name)]
         self.settings = nearest
         if apart:
             changes = ", ".join(f"{name} {show(name, nearest.value(name)) or self.unset(name)}" for name in apart)
