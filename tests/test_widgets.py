@@ -650,6 +650,19 @@ HIDDEN = {
     "drawing": "import time\nlab.run = lambda *a, watch, **o: watch(None)\npanel.view.draw_live = fail\n"
     "panel.view.run.click()\ntime.sleep(1)",
     "result": "lab.run = fail\npanel.result()",
+    "a click on Stop": "panel.stop = fail\npanel.view.stop.click()",
+    "a click on Back": "panel.reset = fail\npanel.view.reset.click()",
+    "a click on Set the controls": "panel.paste = fail\npanel.view.take.click()",
+    "the choice of the figure": "from memlab import plots\nimport fixtures_record as f\n"
+    "panel.runs.append(f.cpu_record()); panel.changed()\nplots.ledger = fail\npanel.view.figure_of.value = 'Ledger'",
+    "a guess": "from memlab import widgets\nguess = widgets.Guess(weights='?')\nwidgets._say = fail\n"
+    "guess._commit.click()",
+    "a quiz": "from memlab import widgets\nquiz = widgets.Quiz('Q?\\n+ a\\n  yes\\n- b\\n  no')\nwidgets._say = fail\n"
+    "quiz.check.click()",
+    "a diagnosis": "from memlab import widgets\ndoctor = widgets.DoctorPanel()\ndoctor.text.value = 'x'\n"
+    "doctor.diagnose = fail\ndoctor.button.click()",
+    "a consultation": "from memlab import clinic, widgets\nasked = widgets.Consultation(clinic.Ward(here))\n"
+    "widgets._say = fail\nasked.commit.click()",
 }
 
 
@@ -752,15 +765,18 @@ def test_vllm_resolves_what_the_controls_say(live_panel, tmp_path, monkeypatch):
     monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
     inputs = live_panel.view.inputs
     one = {"kv_cache_memory_bytes": "512M", "max_num_seqs": "16", "max_num_batched_tokens": "1K",
-           "max_model_len": "4096", "block_size": 64, "requests": "3", "input_tokens": "200", "output_tokens": "8",
-           "concurrency": "2"}  # fmt: skip
+           "max_model_len": "4096", "long_prefill_token_threshold": "512", "block_size": 64, "requests": "3",
+           "input_tokens": "200", "output_tokens": "8", "concurrency": "2"}  # fmt: skip
+    two = {"model": "qwen2.5-0.5b", "enable_chunked_prefill": False, "kv_cache_dtype": "fp8"}
+    off = {"card", "gpu_memory_utilization", "enforce_eager", "tensor_parallel_size"}
+    assert {*one, *two} == set(panel.NAMES) - off, "every control but those that the CPU backend lacks"
     for name, value in one.items():
         inputs[name].value = value
     found = live_panel.result()
     assert found.outcome == "ok", found.error
     stated = found.flags.resolved
     expected = {"kv_cache_memory_bytes": GIB // 2, "max_num_seqs": 16, "max_num_batched_tokens": 1024,
-                "max_model_len": 4096, "block_size": 64}  # fmt: skip
+                "max_model_len": 4096, "long_prefill_token_threshold": 512, "block_size": 64}  # fmt: skip
     assert {name: stated[name] for name in expected} == expected
     assert found.kv.block_size == 64
     assert found.kv.tokens == live_panel.prediction().kv_tokens
@@ -769,9 +785,8 @@ def test_vllm_resolves_what_the_controls_say(live_panel, tmp_path, monkeypatch):
     assert found.latency.input_tokens == pytest.approx(600, rel=0.02)  # random text, tokenized anew by the server
 
     live_panel.reset()
-    inputs["model"].value = "qwen2.5-0.5b"
-    inputs["enable_chunked_prefill"].value = False
-    inputs["kv_cache_dtype"].value = "fp8"
+    for name, value in two.items():
+        inputs[name].value = value
     second = live_panel.result()  # a CPU without AVX-512 has no fp8 kernel: the flags are resolved all the same
     stated = second.flags.resolved
     assert second.model.name == "qwen2.5-0.5b"
@@ -779,6 +794,34 @@ def test_vllm_resolves_what_the_controls_say(live_panel, tmp_path, monkeypatch):
     assert stated["enable_chunked_prefill"] is False
     assert stated["max_num_batched_tokens"] == live_panel.resolved.max_num_batched_tokens == 8192
     assert vllm_processes() == []
+
+
+@pytest.mark.live
+@pytest.mark.timeout(900)
+def test_on_a_gpu_vllm_resolves_what_the_other_controls_say(monkeypatch, tmp_path):
+    monkeypatch.undo()
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
+    here = lab.here("live")
+    if here.backend != "cuda":
+        pytest.skip("card, utilization, graphs and ranks are a GPU's")
+    made = ControlPanel("test", here, "qwen2.5-0.5b", ServeFlags(max_model_len=4096, enforce_eager=True))
+    ranks = 2 if 2 in made.control("tensor_parallel_size").values else None
+    one = {"gpu_memory_utilization": "0.5", "enforce_eager": False, "tensor_parallel_size": ranks}
+    for name, value in one.items():
+        if not made.control(name).off:
+            made.view.inputs[name].value = UNSET if value is None else value
+    found = made.result()
+    assert found.outcome == "ok", found.error
+    assert (found.flags.resolved["gpu_memory_utilization"], found.flags.resolved["enforce_eager"]) == (0.5, False)
+    assert found.stated.cuda_graphs_actual_gib > 0
+    assert len(found.ranks) == (ranks or 1)
+    made.reset()
+    card = made.control("card")
+    if not card.off:
+        made.view.inputs["card"].value = card.values[1]
+        played = made.result()
+        assert (played.outcome, played.card) == ("ok", card.values[1]), played.error
+        assert played.seen.total_gib < found.seen.total_gib
 
 
 @pytest.mark.live
