@@ -36,6 +36,7 @@ GRIDS = {
     name: [sweep.from_dict(entry) for entry in json.loads(RECORD.named_grid(name).read_text())]
     for name in ("two-cards", "flagship")
 }
+FUSION_OFF = "-cc.pass_config.fuse_allreduce_rms=False"
 EVERY = [setting for grid in GRIDS.values() for setting in grid]
 
 
@@ -99,10 +100,14 @@ def test_the_flagship_has_the_articles_settings_first_and_larger_cards_for_fewer
 
 
 def test_nvlink_multicast_is_off_wherever_gpus_talk():
+    """NCCL, PyTorch's symmetric memory and FlashInfer, alone and fused with the norm: those that a card of 24 GB has
+    not got either (0.33: vllm/distributed/device_communicators/cuda_communicator.py, vllm/config/vllm.py:179)."""
+    off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    off |= {"VLLM_ALLREDUCE_USE_SYMM_MEM": "0", "VLLM_ALLREDUCE_USE_FLASHINFER": "0"}
     for setting in EVERY:
-        off = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "VLLM_ALLREDUCE_USE_SYMM_MEM": "0"}
         wanted = off if setting.flags.world_size > 1 else {}
         assert setting.variables.items() >= wanted.items(), str(setting)
+        assert (FUSION_OFF in setting.flags.extra) == (layout(setting)[0] > 1), str(setting)
 
 
 def test_cards_without_nvlink_are_played_by_both_switches_together_and_beside_a_run_with_it():
@@ -110,7 +115,7 @@ def test_cards_without_nvlink_are_played_by_both_switches_together_and_beside_a_
         apart = [setting for setting in grid if "NCCL_P2P_DISABLE" in setting.variables]
         assert apart == [setting for setting in grid if "--disable-custom-all-reduce" in setting.flags.extra]
         joined = [setting.flags for setting in grid if setting not in apart]
-        assert apart and all(setting.flags.with_(extra=()) in joined for setting in apart)
+        assert apart and all(setting.flags.with_(extra=(FUSION_OFF,)) in joined for setting in apart)
 
 
 def test_fp8_is_recorded_on_a_card_that_has_it_beside_the_same_run_without():

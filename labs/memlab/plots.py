@@ -131,6 +131,9 @@ def labels(*records: RunRecord) -> list[str]:
     for each, record in zip(facts, records, strict=True):  # what one asked for, another has by default
         each.update({name: record.flags.resolved.get(name) for name in names if name not in each})
     differing = [name for name in names if len({str(each[name]) for each in facts}) > 1]
+    telling = [name for name in differing if name != "extra"]  # arguments are told where nothing else tells
+    if len({tuple(str(each[name]) for name in telling) for each in facts}) == len(records):
+        differing = telling
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
     return [", ".join(filter(None, (fact(name, each.get(name)) for name in differing))) for each in facts]
@@ -142,20 +145,13 @@ def names(*records: RunRecord) -> list[str]:
     return found if max(map(len, found)) <= 40 else [f"run {number}" for number in range(1, len(records) + 1)]
 
 
-_APART = "without peer access"
-
-
 def _facts(record: RunRecord) -> dict[str, object]:
-    given, joined = dict(record.flags.given), _joined(record)
-    extra = [
-        word for word in given.pop("extra", ()) if not (joined == _APART and word == "--disable-custom-all-reduce")
-    ]
+    joined = _joined(record)
     return {
         "model": record.model.name,
         "vLLM": record.engine.vllm,
         "card": record.card or record.machine.gpu or "CPU backend",
-        **given,
-        **({"extra": " ".join(extra)} if extra else {}),
+        **record.flags.given,
         **({"joined": joined} if joined else {}),
         "repeat": record.repeat,
     }
@@ -166,7 +162,7 @@ def _joined(record: RunRecord) -> str | None:
     if (record.machine.gpu_count or 0) < 2:
         return None
     if record.variables.get("NCCL_P2P_DISABLE") == "1":
-        return _APART
+        return "without peer access"
     return {"nvlink": "over NVLink", "pcie": "over PCIe"}.get(record.machine.link)
 
 
@@ -175,7 +171,7 @@ def fact(name: str, value) -> str:
     if name == "enforce_eager":
         return "eager" if value else "CUDA graphs"
     if name == "extra":
-        return (value if isinstance(value, str) else " ".join(value or ())) or "no other argument"
+        return " ".join(value or ()) or "no other argument"
     if name == "joined":
         return value or ""
     if name in ("model", "card"):
