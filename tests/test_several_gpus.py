@@ -148,8 +148,8 @@ WORKERS = re.compile(r"\(EngineCore pid=\d+\) (.*\[(?:gpu_worker|model_runner|cu
 ONCE = ("Available KV cache memory", "Using V2 Model Runner")  # logger.info_once: the first rank alone says it
 
 
-def log_of(ranks: list[str], name: str = "graphs") -> list[vllm_log.Event]:
-    """A real log of 0.33.0 on one GPU, its worker's lines said by each of these ranks."""
+def log_of(ranks: list[str], name: str = "graphs", heavier: str | None = None) -> list[vllm_log.Event]:
+    """A real log of 0.33.0 on one GPU, its worker's lines said by each of these ranks; one may be heavier."""
     lines = []
     for line in (LOGS / f"h200-0.33.0-{name}.log").read_text().splitlines():
         said = WORKERS.match(line)
@@ -158,7 +158,8 @@ def log_of(ranks: list[str], name: str = "graphs") -> list[vllm_log.Event]:
             continue
         once = any(words in line for words in ONCE)
         lines += [f"(Worker_{rank} pid={number}) {said[1]}" for number, rank in enumerate(ranks[: 1 if once else None])]
-    return list(vllm_log.parse(lines))
+    weights = "Model loading took 15.0", "Model loading took 15.25"
+    return list(vllm_log.parse(line.replace(*weights) if f"_{heavier} " in line else line for line in lines))
 
 
 def eight_ranks(pipeline: bool = False) -> record.RunRecord:
@@ -412,3 +413,37 @@ def test_a_plan_without_a_pipeline_shows_no_stages():
     asked = GRIDS["flagship"][0]
     plan = planner.plan(LAB_MODELS[asked.model], cards.find(asked.card), asked.flags, changes=False)
     assert "layers" not in plan_report.text(plan) and len(plan.to_dict()["stages"]) == 1
+
+
+# ---- the record of a run on two GPUs ----
+
+
+def test_each_gpus_memory_stands_beside_what_its_own_rank_stated(monkeypatch, tmp_path):
+    """The last GPU's rank speaks first in the log, and takes more than the other."""
+    gpus = [
+        gpu.Device(number, f"GPU-{number}", "NVIDIA H200", 140.4, 0.6, (9, 0), "580", "13.0", False)
+        for number in range(2)
+    ]
+    monkeypatch.setattr(gpu, "devices", lambda: gpus)
+    monkeypatch.setattr(gpu, "link", lambda uuids: "nvlink" if len(uuids) == 2 else "none")
+    monkeypatch.setattr(lab, "vllm_version", lambda: "0.33.0")
+    flags = ServeFlags(gpu_memory_utilization=0.25, max_model_len=32768, enforce_eager=True, tensor_parallel_size=2)
+    place = lab.Here("live", "cuda", lab.this_machine("cuda", gpus))
+    asked = ("llama-3.1-8b", flags, None, None, "two-cards", (), {"NCCL_NVLS_ENABLE": "0"}, None, 0)
+    run = lab._LiveRun(place, asked, tmp_path, gpus, None, None, None)
+    run.server.foreign, run.back, run.outcome = [None, None], None, "ok"
+    run.server.events = log_of(["TP1", "TP0"], "eager", heavier="TP1")
+    readings = iter([[0.5, 0.75], [33.5, 36.75], [30.5, 31.75]])
+    sampler = gpu.Sampler(lambda: next(readings), "device", 50.0)
+    sampler.sample()
+    sampler.sample()
+    made = run._record(sampler)
+    record.validate(made)
+    zero, one = made.ranks
+    assert (zero.stated.weights_gib, one.stated.weights_gib) == (15.0, 15.25)
+    assert (zero.seen.peak_gib, one.seen.peak_gib) == (33.0, 36.0)
+    assert (zero.seen.baseline_gib, one.seen.baseline_gib) == (0.5, 0.75)
+    assert made.machine.hardware == "2 × NVIDIA H200" and made.machine.link == "nvlink"
+    assert made.variables == {"NCCL_NVLS_ENABLE": "0"}
+    assert lab.linked(made.machine, made.variables)
+    assert "Peak, seen: 33.00 GiB on rank 0 to 36.00 GiB on rank 1." in rank_plots.ranks(made).alt
