@@ -1,11 +1,13 @@
-"""Lab 1 from its first cell to its last quiz in JupyterLab, with the keyboard alone."""
+"""With the keyboard alone, in JupyterLab: lab 1 from its first cell to its last quiz, a server started and stopped."""
 
+import re
 import sys
 from pathlib import Path
 
 import nbformat
 import pytest
 
+from live_vllm import vllm_processes, wait_until
 from memlab import lab
 from memlab.flags import ServeFlags
 from memlab.panel import FLAGS, Panel
@@ -94,16 +96,17 @@ class Reader:
         self.cell("panel").locator(".memlab-command", has_text=f" {argument}").wait_for()
         self.tab.get_by_text("| Idle").wait_for()
 
-    def heard(self, cell: str, text: str) -> str:
+    def heard(self, cell: str, text: str | re.Pattern) -> str:
         """What is read out: the live region of a cell's panel that comes to hold ``text``."""
         region = self.cell(cell).get_by_role("status").filter(has_text=text)
-        region.wait_for()
+        region.wait_for(state="attached")  # what is only for the ear has no size
         return " ".join(region.inner_text().split())
 
 
 @pytest.fixture
-def reader(browser, tmp_path, monkeypatch):  # noqa: F811
-    """Before a copy of the lab, in the JupyterLab that ``scripts/lab --replay`` starts, with no settings of a user."""
+def reader(request, browser, tmp_path, monkeypatch):  # noqa: F811
+    """Before a copy of the lab, in the JupyterLab that ``scripts/lab --replay`` starts, with no settings of a user.
+    A test's parameter is another mode."""
     copy_tracked(tmp_path, "labs")
     for name in ("JUPYTER_CONFIG_DIR", "JUPYTER_DATA_DIR", "JUPYTER_RUNTIME_DIR", "IPYTHONDIR"):
         monkeypatch.setenv(name, str(tmp_path / name))
@@ -111,7 +114,7 @@ def reader(browser, tmp_path, monkeypatch):  # noqa: F811
     monkeypatch.setattr(scripts_lab, "ROOT", tmp_path)
     environment, servers = Environment(Path(sys.prefix)), []
     try:
-        variables = environment.variables(MEMLAB_MODE="replay")
+        variables = environment.variables(MEMLAB_MODE=getattr(request, "param", "replay"))
         port, token = scripts_lab.start_jupyterlab(environment, variables, servers)
         tab = open_one(browser, f"http://127.0.0.1:{port}/lab/tree/01-ledger.ipynb?token={token}")
         tab.set_default_timeout(60_000)
@@ -220,3 +223,21 @@ def answer(reader, cell: str) -> None:
         reader.tab_to(given.text, "Shift+Tab")
         reader.press("ArrowDown")
         assert reader.at()["name"] == following.text
+
+
+@pytest.mark.live
+@pytest.mark.browser
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("reader", ["live"], indirect=True)
+def test_a_server_is_started_and_stopped_with_the_keyboard_alone(reader):
+    reader.run("text-01", "guess")
+    reader.go_to("panel")
+    reader.tab_to("Run")
+    reader.press("Enter")
+    reader.heard("panel", re.compile("^starting, "))
+    reader.tab_to("Stop")
+    reader.press("Enter")
+    assert reader.heard("panel", "Ended.").startswith("Ended. stopped, peak ")
+    wait_until(lambda: vllm_processes() == [], 30, "the server is left")
+    reader.tab_to("Run", "Shift+Tab")
+    assert reader.at()["inPanel"], "the keyboard has not lost its place"
