@@ -229,6 +229,12 @@ def test_the_figure_of_ranks_says_how_far_they_are_apart():
     assert apart["weights, stated"] == "none"
 
 
+def test_eight_ranks_lines_look_different():
+    axes = plots.timeline(eight_ranks()).draw("#222222").axes[0]
+    looks = {(line.get_color(), line.get_linestyle()) for line in axes.lines if line.get_label().startswith("rank")}
+    assert len(looks) == 8
+
+
 @pytest.mark.parametrize("pipeline", [False, True])
 def test_a_stage_is_predicted_once_and_each_rank_stated_and_seen(pipeline):
     labels = [bar.label for bar in rank_plots._bars(eight_ranks(pipeline), "")]

@@ -41,6 +41,8 @@ STYLE = {
     "unprofiled": ("#a87b00", "++"),
 }
 LINES = (("#0b6fd0", "-"), ("#e8440a", "--"), ("#008f7a", "-."), ("#a044cc", ":"))
+# Eight ranks have eight looks: the colours again, each with the next one's dash.
+_RANKS = (*LINES, *((colour, LINES[(place + 1) % len(LINES)][1]) for place, (colour, _) in enumerate(LINES)))
 
 _INK = "#010203"  # stands for the page's own text colour, which only the page knows
 _serial = itertools.count(1)
@@ -384,7 +386,7 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
     marked = _marked(lines)
     alike = len({tuple(start for _, start, _ in line.phases) for line in lines}) == 1  # ranks of one run
     labels = [f"{line.label} (phases marked)" if line is marked and not alike else line.label for line in lines]
-    for line, label, (colour, dash) in zip(lines, labels, itertools.cycle(LINES), strict=False):
+    for line, label, (colour, dash) in zip(lines, labels, itertools.cycle(_RANKS), strict=False):
         axes.plot(line.time_s, line.used_gib, color=colour, linestyle=dash, linewidth=1.8, label=label or None)
         axes.plot([line.peak[1]], [line.peak[0]], "o", color=colour, markersize=6)
     highest = max(lines, key=lambda line: line.peak[0])
