@@ -18,6 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from live_vllm import wait_until
 from memlab import attach, gpu, lab, metrics, models, record, screen, shapes, watch
 from memlab.errors import MemlabError
 from memlab.flags import ServeFlags
@@ -84,6 +85,9 @@ class FakeServer:
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
         return self
+
+    def health_asked(self) -> int:
+        return sum(path == "/health" for _, path, _ in self.asked)
 
     def __exit__(self, *_):
         self._server.shutdown()
@@ -269,8 +273,9 @@ def test_a_dead_engine_behind_a_living_port_is_not_an_orderly_end(monkeypatch):
     with FakeServer(PAGES[CPU]) as server:
 
         def die():
+            before = server.health_asked()
             server.pages["/health"] = (503, "")
-            time.sleep(0.5)
+            wait_until(lambda: server.health_asked() > before + 1, 20, "nobody asks for its health")
             server.__exit__()
 
         threading.Timer(0.3, die).start()
@@ -568,7 +573,12 @@ CALM = Sight(
         ({"kv_usage": 0.97, "waiting": 5}, "kv_cache", "memory does not run out"),
         ({"kv_usage": 0.97}, "none", ""),
         ({"preempted": 4}, "kv_cache", "4 preemptions in the last minute"),
-        ({"running": 256, "waiting": 9}, "max_num_seqs", "9 wait"),
+        (
+            {"running": 256, "waiting": 9},
+            "max_num_seqs",
+            "40% of the pool is used. Raise it where the card",
+        ),
+        ({"running": 256, "waiting": 9, "backend": "cpu"}, "max_num_seqs", "where the host has memory free"),
         ({"running": 256, "waiting": 9, "engines": 2}, "none", ""),
         ({"pool_tokens": 10_000_000}, "unreachable", "can only keep prefixes"),
         ({"pool_tokens": 10_000_000, "prefix_caching": False}, "unreachable", "is never used"),
@@ -627,6 +637,31 @@ def test_whatever_is_seen_fits_the_terminal(sight, width, height):
     lines = screen.frame(view, (width, height))
     assert len(lines) < height
     assert all(screen._columns(line) <= width for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 120])
+def test_a_narrow_terminal_loses_no_number(width):
+    view = screen.View(
+        "http://127.0.0.1:8000",
+        60.0,
+        weak_spot(CALM),
+        kv_usage=0.42,
+        pool_tokens=154_384,
+        running=12,
+        waiting=3,
+        preemptions=7,
+        max_num_seqs=256,
+        prompt_per_s=12_345,
+        generation_per_s=678,
+        prefix_hits=0.95,
+        memory=(screen.Gauge("GPU 0", 34.93, 35.84, True, 139.80, 103.96),),
+        ledgers={view: MemoryLedger(view, weights_gib=15.0, kv_cache_gib=18.85) for view in ("stated", "seen")},
+    )
+    shown = " ".join(" ".join(screen.frame(view, (width, 40))).split())
+    for number in ("154,384 tokens", "12 running of 256", "3 waiting", "7 preemptions so far", "12,345/s", "678/s",
+                   "95% of prompt tokens from the prefix cache", "34.93 GiB of 139.80 GiB", "peak 35.84 GiB",
+                   "free 103.96 GiB", "weights 15.00 GiB 15.00 GiB", "kv cache 18.85 GiB 18.85 GiB"):  # fmt: skip
+        assert number in shown
 
 
 # ---- real vLLM ----

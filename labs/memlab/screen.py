@@ -144,10 +144,10 @@ def _requests(sight: Sight) -> WeakSpot | None:
     if sight.running < sight.max_num_seqs * sight.engines or sight.waiting <= 0:
         return None
     pool = "" if sight.kv_usage is None else f" while {sight.kv_usage:.0%} of the pool is used"
+    room = "the host has memory free" if sight.backend == "cpu" else "the card has headroom"
     return WeakSpot(
         "max_num_seqs",
-        f"--max-num-seqs {sight.max_num_seqs}: so many run, {sight.waiting:.0f} wait{pool}. Raise it where the card "
-        "has headroom",
+        f"--max-num-seqs {sight.max_num_seqs}: so many run, {sight.waiting:.0f} wait{pool}. Raise it where {room}",
     )
 
 
@@ -234,6 +234,7 @@ def frame(view: View, size: tuple[int, int] | None = None) -> list[str]:
     """The screen, at most ``size`` columns and rows of the terminal; what matters most stands first."""
     width, height = size or shutil.get_terminal_size()
     wrap = textwrap.TextWrapper(max(20, width), break_on_hyphens=False)
+    row = textwrap.TextWrapper(max(20, width), break_on_hyphens=False, subsequent_indent=" " * 10)
     where = [view.url, *([f"pid {view.pid}"] if view.pid else []), f"watched for {show_seconds(view.watched_s)}"]
     lines = [" · ".join(view.title) or "vLLM", ", ".join(where)]
     if view.silent_s is not None:
@@ -241,7 +242,7 @@ def frame(view: View, size: tuple[int, int] | None = None) -> list[str]:
     lines += ["", *wrap.wrap(f"Weak spot: {view.weak.sentence}."), ""]
     if view.log_error:
         lines += [*wrap.wrap(f"The log says: {view.log_error}"), ""]
-    lines += _metrics(view) + [_gauge(gauge) for gauge in view.memory]
+    lines += [line for text in (*_metrics(view), *map(_gauge, view.memory)) for line in row.wrap(text)]
     lines += _table(view.ledgers)
     if view.notes:
         lines += ["", *(line for note in view.notes for line in wrap.wrap(note))]
@@ -286,11 +287,12 @@ def _table(ledgers: dict[str, MemoryLedger]) -> list[str]:
     if not ledgers:
         return []
     names = [name for name in TERMS if any(ledger.term(name) is not None for ledger in ledgers.values())]
-    lines = ["", f"{'ledger':24}" + "".join(f"{view:>12}" for view in ledgers)]
+    first = max(map(len, ("ledger", *names)))
+    lines = ["", f"{'ledger':{first}}" + "".join(f"{view:>12}" for view in ledgers)]
     for name in names:
         values = [ledger.term(name) for ledger in ledgers.values()]
         cells = "".join(f"{'' if value is None else show_gib(value):>12}" for value in values)
-        lines.append(f"{name.replace('_', ' '):24}{cells}")
+        lines.append(f"{name.replace('_', ' '):{first}}{cells}")
     return lines
 
 
