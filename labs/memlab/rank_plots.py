@@ -1,7 +1,7 @@
 """Figures of runs on several GPUs: each rank's memory beside the others', and how far they are apart.
 
 See ``plots`` for the form. vLLM gives every rank as many blocks as the rank with the fewest has room for
-(vllm/v1/core/kv_cache_planning.py, 0.33), so what the others have beyond that stays unused.
+(vllm/v1/core/kv_cache_planning.py, 0.33:1581-1597), so what the others have beyond that stays unused.
 """
 
 from collections.abc import Callable
