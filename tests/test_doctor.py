@@ -653,7 +653,7 @@ def of_version(version: str, *lines: str) -> list[str]:
 
 def test_a_flag_is_no_remedy_in_a_version_that_has_not_got_it():
     old, new = (of_version(version, frame("capture_model"), OOM) for version in ("0.8.4", "0.33.0"))
-    assert set(new) - set(old) == {"--kv-cache-memory-bytes", "--max-cudagraph-capture-size"}
+    assert set(new) - set(old) == {"--kv-cache-memory-bytes", "--max-cudagraph-capture-size", "--max-num-seqs"}
     sampler = "RuntimeError: CUDA out of memory occurred when warming up sampler with 256 dummy requests."
     assert "vLLM" in of_version("0.15.0", sampler) and "vLLM" not in of_version("0.33.0", sampler)
     none = "ValueError: No available memory for the cache blocks."
@@ -693,3 +693,13 @@ def test_memory_that_was_free_and_not_given_is_not_called_a_full_card():
     shared = OOM.replace("of which 1.25 GiB is free", "of which 18.55 GiB is free").replace("77.90", "60.10")
     notes = " ".join(diagnose(f"{frame('initialize_kv_cache')}\n{shared}").failures[0].notes)
     assert "not the card's size" in notes and "one segment" not in notes
+
+
+def test_fewer_sequences_make_fewer_graphs_only_where_they_are_fewer_than_the_largest_batch():
+    found = diagnose(f"{frame('capture_model')}\n{OOM}", "vllm serve m --max-num-seqs 1024")
+    assert (fix(found, "--max-num-seqs").from_, fix(found, "--max-num-seqs").to) == (1024, 128)
+
+
+def test_fewer_rows_of_the_profiled_sampler_make_the_pool_larger():
+    found = diagnose(TOO_LONG, "vllm serve m --max-num-seqs 1024").failures[0]
+    assert "--max-num-seqs" in {fix.flag for fix in found.fixes} - {flag for flag, _ in found.will_not_help}

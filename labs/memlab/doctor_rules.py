@@ -144,12 +144,13 @@ RULES: dict[str, Rule] = {
                 ("raise_utilization", "all of the added budget goes to the pool"),
                 ("fp8_kv", "half the bytes a token"),
                 ("fewer_tokens", "a smaller profiled step leaves more for the pool"),
+                ("fewer_seqs", "fewer rows in the profiled sampler, which leaves more where they are what takes most"),
                 ("chunked_prefill", "else a prompt of max_model_len is profiled in one step, which shrinks the pool"),
                 ("no_estimate", "no CUDA graphs to reserve for"),
                 ("more_gpus", "each GPU holds a part of the weights and of each token"),
                 ("quantize", "smaller weights leave more for the pool"),
             ),
-            (("--max-num-seqs", "one request alone must fit"),),
+            (("--enable-prefix-caching", "one request alone must fit"), ("--swap-space", "the pool is the GPU's")),
         ),
         Rule(
             "mamba_blocks_lt_max_num_seqs",
@@ -193,7 +194,7 @@ RULES: dict[str, Rule] = {
                 ("fixed_pool", "the pool gets a size that leaves room"),
                 ("fewer_graphs", "fewer and smaller graphs"),
                 ("eager", "no graphs are captured"),
-                ("fewer_seqs", "the largest captured batch follows it, up to 512"),
+                ("fewer_captured", "the largest captured batch is twice as many, up to 512"),
             ),
             (
                 ("--max-model-len", _REFILLS),

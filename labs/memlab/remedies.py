@@ -189,6 +189,15 @@ def _fewer_graphs(facts: Facts) -> Change | None:
     return largest, (largest or 512) // 4, None if facts.graphs is None else facts.graphs / 2
 
 
+def _fewer_captured(facts: Facts) -> Change | None:
+    """The captured batches follow max_num_seqs in V0, and since 0.12 up to 256 (vllm/config/vllm.py, 0.33:2300)."""
+    if facts.given.get("enforce_eager") is True or (facts.engine == "V1" and not facts.takes((0, 12))):
+        return None
+    value = facts.given.get("max_num_seqs")
+    known = isinstance(value, int) and value > 1
+    return (value, min(value // 2, 128), None) if known else (None, "128 or fewer", None)
+
+
 def _fixed_pool(facts: Facts) -> Change | None:
     pool = facts.term("kv_cache")
     if pool is None:
@@ -268,6 +277,7 @@ REMEDIES: dict[str, Remedy] = {
     "fewer_tokens": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_STEP, True)),
     "smaller_step": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_TRIED, False)),
     "fewer_seqs": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", lambda facts: None, True)),
+    "fewer_captured": Remedy("--max-num-seqs", _FEWER, _fewer_captured),
     "fewer_rows": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", _HALF_TRIED, False)),
     "seqs_to_blocks": Remedy("--max-num-seqs", _FEWER, _state_blocks),
     "more_gpus": Remedy("--tensor-parallel-size", "as many GPUs again", _more_ranks),
