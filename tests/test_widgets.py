@@ -259,6 +259,11 @@ FORMS = {
     "module": f"python3 -m vllm.entrypoints.openai.api_server --model org/m {LINE}",
     "module, equals": f"python -m vllm.entrypoints.openai.api_server --model=org/m {LINE}",
     "shell": f'bash -c "vllm serve org/m {LINE}"',
+    "lines without a continuation": "vllm serve org/m\n  " + LINE.replace(" --", "\n  --"),
+    "PowerShell": "vllm serve org/m `\r\n  " + LINE.replace(" --", " `\r\n  --"),
+    "cmd": "vllm serve org/m ^\r\n  " + LINE.replace(" --", " ^\r\n  --") + " ^\r\n",
+    "set by a word processor": f"vllm serve org/m {LINE}".replace(" --", "\u00a0–").replace("'my model'", "“my model”"),
+    "of a chat": f"`vllm serve org/m {LINE} \\\n`",
     "docker": f"docker run --gpus all --ipc=host -v ~/.cache/vllm:/root -p 8000:8000 -e HF_TOKEN=x --rm -it "
     f"vllm/vllm-openai:v0.33.0 --model org/m {LINE}",
     "docker, entrypoint": f"docker run -d --name vllm --entrypoint vllm registry:5000/vllm-openai serve org/m {LINE}",
@@ -266,11 +271,17 @@ FORMS = {
     f"    environment: [HF_TOKEN=x]\n    command: >\n      --model org/m {LINE}\n",
     "compose, list": "services:\n  llm:\n    image: own\n    entrypoint: [vllm, serve]\n    command: "
     + json.dumps(["org/m", *ARGV]),
+    "compose, its command alone": "    command:\n"
+    + "".join(f"      - {json.dumps(word)}\n" for word in ["--model", "org/m", *ARGV]),
+    "compose, a template": "x-llm: &llm\n  image: vllm/vllm-openai\nservices:\n  llm:\n    <<: *llm\n    command: "
+    + json.dumps(["--model", "org/m", *ARGV]),
     "systemd": "[Service]\nEnvironment=A=1 \"B=two words\"\nExecStart=/opt/v/bin/vllm serve org/m \\\n  # why\n  "
     + LINE.replace(" --", " \\\n  --")
     + "\nRestart=always\n",
     "kubernetes, args": "kind: Deployment\nspec:\n  template:\n    spec:\n      containers:\n      - name: llm\n"
     "        image: vllm/vllm-openai:latest\n        args: " + json.dumps(["--model", "org/m", *ARGV]),
+    "kubernetes, JSON": json.dumps({"kind": "Pod", "spec": {"containers": [
+        {"image": "vllm/vllm-openai", "args": ["--model", "org/m", *ARGV]}]}}),
     "kubernetes, shell": "kind: Pod\nspec:\n  containers:\n  - image: vllm/vllm-openai\n    command: [/bin/sh, -c]\n"
     "    args:\n    - " + json.dumps(f"vllm serve org/m {LINE}"),
 }  # fmt: skip
@@ -280,6 +291,11 @@ FORMS = {
 def test_a_launch_of_any_form_gives_the_same_flags(form):
     found = launch.read(FORMS[form])
     assert (found.model, found.flags) == ("org/m", MEANT)
+
+
+def test_what_stands_in_quotes_stays_as_it_is():
+    found = launch.read("vllm serve org/m --served-model-name 'a – “b”\u00a0c'")
+    assert found.flags.extra == ("--served-model-name", "a – “b”\u00a0c")
 
 
 def test_variables_of_the_environment_are_left_out_with_a_word():

@@ -17,6 +17,11 @@ MAX_CHARACTERS = 64 * 1024
 _VARIABLE = re.compile(r"\$[A-Za-z_({]|`")
 _ASSIGNMENT = re.compile(r"[A-Za-z_][A-Za-z0-9_]*=")
 _MODULE = re.compile(r"vllm\.entrypoints\.(openai\.)?api_server|.*/api_server\.py")
+_COMMANDS = ("vllm", "vllm.entrypoints.cli.main", "memlab.vllm_main")
+# A line that goes on: in a shell, in PowerShell and in cmd; or the next one begins with an option, as no command does.
+_GOES_ON = re.compile(r"[\\`^][ \t]*(?:\r?\n|$)|\r?\n(?=\s*[-–—])")
+# What word processors, chats and web pages make of a command's characters.
+_TYPESET = {**dict.fromkeys("\u00a0\u2007\u202f", " "), **dict.fromkeys("“”„", '"'), **dict.fromkeys("‘’‚", "'")}
 _IMAGE = re.compile(r"vllm", re.IGNORECASE)
 # `docker run` options that take no value (docs.docker.com/reference/cli/docker/container/run); all others take one.
 _DOCKER_SWITCHES = {
@@ -46,9 +51,11 @@ def read(text: str) -> Launch:
         raise FlagError(f"{len(text)} characters are too many for one server: paste its command or its file alone")
     if not text.strip():
         raise FlagError("nothing was pasted: give a 'vllm serve MODEL ...' line, or a file that starts vLLM")
+    if re.fullmatch(r"\s*`[^`]+`\s*", text):
+        text = text.strip().strip("`")
     if re.search(r"^\s*ExecStart\s*=", text, re.MULTILINE):
         return _from_unit(text)
-    if re.search(
+    if text.lstrip().startswith("{") or re.search(
         r"^\s*-?\s*[\"']?(services|containers|command|args|entrypoint|image|apiVersion)[\"']?\s*:", text, re.M
     ):
         return _from_yaml(text)
@@ -78,14 +85,30 @@ def _split(text: str) -> tuple[list[str], list[str]]:
     return next((command for command in commands if _may_serve(command[0])), commands[0])
 
 
+def _plain(text: str) -> str:
+    """Quotes, spaces and dashes as they were typed, where a program has set them; what stands in quotes stays."""
+    found, quote = [], ""
+    for number, character in enumerate(text):
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"":
+            quote = character
+        elif character in "–—" and (number == 0 or found[-1].isspace()):
+            character = "--"
+        else:
+            character = _TYPESET.get(character, character)
+        found.append(character)
+    return "".join(found)
+
+
 def _commands(text: str) -> list[str]:
     """``text`` cut at what ends a command or redirects it, outside quotes; without comments and continuations."""
     found, quote, position = [""], "", 0
-    text = text.strip()
+    text = _plain(text.strip())
     while position < len(text):
         character = text[position]
-        continued = re.compile(r"\\[ \t]*\r?\n").match(text, position) if quote != "'" else None
-        if continued:
+        continued = _GOES_ON.match(text, position) if quote != "'" else None
+        if continued and (not quote or character == "\\"):
             found[-1] += " "
             position = continued.end()
             continue
@@ -139,7 +162,7 @@ def _from_words(words: list[str], notes: list[str] = (), in_image: bool = False)
         return _from_docker(words, notes)
     for number, word in enumerate(words):
         before = words[number - 1].rpartition("/")[2] if number else ""
-        if word == "serve" and (before == "vllm" or _MODULE.fullmatch(before) or (in_image and number == 0)):
+        if word == "serve" and (before in _COMMANDS or _MODULE.fullmatch(before) or (in_image and number == 0)):
             return _arguments(words[number + 1 :], notes)
         if before == "vllm" and number == 1 and not word.startswith("-"):
             raise FlagError(f"'vllm {word}' starts no server: paste the 'vllm serve' line")
@@ -174,7 +197,7 @@ def _from_docker(words: list[str], notes: list[str]) -> Launch:
 
 
 def _in_image(image: str, words: list[str], notes: list[str]) -> Launch:
-    known = bool(_IMAGE.search(image))
+    known = bool(_IMAGE.search(image)) or not image  # a command alone, cut out of its file
     if not known and not _mentions_vllm(words):
         raise FlagError(f"the image {image!r} is not known to start vLLM: paste the 'vllm serve' line that it runs")
     return _from_words(words, notes, in_image=known)
@@ -188,7 +211,7 @@ def _from_unit(text: str) -> Launch:
     quoted = [line.split("=", 1)[1] for line in lines if re.match(r"\s*Environment\s*=", line)]
     try:
         variables = [word.split("=")[0] for line in quoted for word in shlex.split(line)]
-        words = shlex.split(re.sub(r"^[@\-:+!|]+", "", starts[-1]))
+        words = shlex.split(_plain(re.sub(r"^[@\-:+!|]+", "", starts[-1])))
     except ValueError as error:
         raise FlagError(f"the quotes of the unit do not match ({error}): check them") from error
     notes = [_left_out(variables)] if variables else []
@@ -218,6 +241,7 @@ def _from_yaml(text: str) -> Launch:
     found = [(name, each) for name, each in found if _starts_vllm(each)]
     if not found:
         raise FlagError("no service or container in this file starts vLLM: paste the one that does")
+    found = [(name, each) for name, each in found if _names_model(each)] or found  # not a template that others merge
     name, container = found[0]
     notes = []
     if len(found) > 1:
@@ -249,7 +273,14 @@ def _containers(node, name: str, seen: set[int]) -> Iterator[tuple[str, dict]]:
 
 def _starts_vllm(container: dict) -> bool:
     keys = ("image", "command", "args", "entrypoint")
-    return any(_mentions_vllm(_words(container.get(key))) for key in keys)
+    return any(_mentions_vllm(_words(container.get(key))) for key in keys) or (
+        "image" not in container and _names_model(container)
+    )
+
+
+def _names_model(container: dict) -> bool:
+    words = [word for key in ("entrypoint", "command", "args") for word in _words(container.get(key))]
+    return any(word == "serve" or "vllm serve " in word or word.partition("=")[0] == "--model" for word in words)
 
 
 def _words(value) -> list[str]:
@@ -259,7 +290,7 @@ def _words(value) -> list[str]:
     if isinstance(value, list):
         return [str(word).lower() if isinstance(word, bool) else str(word) for word in value]
     try:
-        return shlex.split(re.sub(r"\\[ \t]*\r?\n", " ", str(value)))
+        return shlex.split(_plain(_GOES_ON.sub(" ", str(value))))
     except ValueError as error:
         raise FlagError(f"the quotes of the command do not match ({error}): check them") from error
 
