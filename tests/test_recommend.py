@@ -128,6 +128,8 @@ def test_the_dial_shows_five_effects_of_repeated_loads():
 def test_loads_that_differ_among_themselves_do_not_hide_what_the_dial_does_to_each():
     shorter, longer = served(512, [200, 300, 400]), served(2048, [220, 330, 440])
     assert token_plots.dial(shorter, longer).table.rows[1][-1] == "330 tokens/s, +10.0 % (+10.0 to +10.0 %)"
+    longest = served(8192, [800, 1200, 1600])
+    assert token_plots.dial(shorter, longest).table.rows[1][-1] == "1,200 tokens/s, 4.0 times (4.0 to 4.0)"
 
 
 def test_starts_of_one_setting_count_as_one_in_a_change():

@@ -80,11 +80,15 @@ def _spread(show: Callable[[float], str], values: list[float]) -> str:
 
 
 def _change(base: _Point, point: _Point) -> str:
-    """By which share a point is above another, load by load, with its interval; nothing where the loads are too few."""
+    """How much larger a point is than another, load by load, with its interval; nothing where the loads are too few."""
     pairs = list(zip(base.by_load, point.by_load, strict=False))
     if point is base or len(pairs) < repeats.ENOUGH or min(itertools.chain(*pairs)) <= 0:
         return ""
-    return repeats.paired_change(*zip(*pairs, strict=True)).show_change()
+    found = repeats.paired_change(*zip(*pairs, strict=True))
+    if found.mean < 1:
+        return found.show_change()
+    mean, low, high = (f"{1 + share:.1f}" for share in (found.mean, found.low, found.high))
+    return f"{mean} times ({low} to {high})"
 
 
 def _ms(value: float) -> str:
