@@ -1,6 +1,8 @@
 """What the doctor makes of vLLM's output: the phase, the numbers, the fixes, and what it refuses to guess."""
 
+import gzip
 import json
+import os
 import re
 import subprocess
 import sys
@@ -497,6 +499,23 @@ def test_the_command_runs_on_a_bare_python_and_gives_what_it_promises():
     )
     assert set(found["failures"][0]["fixes"][0]) == {"flag", "from", "to", "gains_gib", "costs", "why"}
     assert found == json.loads(json.dumps(of(PLAYED + "oom.log").to_dict()))
+
+
+def test_a_packed_log_is_refused_with_what_to_do(tmp_path):
+    path = tmp_path / "vllm.log.gz"
+    path.write_bytes(gzip.compress(OOM.encode()))
+    with pytest.raises(MemlabError, match="unpack it first"):
+        diagnose(vllm_log.parse_file(path))
+
+
+def test_a_reader_who_has_enough_ends_the_command_quietly():
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "memlab", "doctor", str(LOGS / (PLAYED + "oom.log"))]
+    path = {**os.environ, "PYTHONPATH": str(ROOT / "labs")}
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, env=path)
+    os.close(write)
+    assert (done.returncode, done.stderr) == (0, b"")
 
 
 def test_every_flag_of_a_remedy_that_the_labs_model_is_vllms():

@@ -86,6 +86,9 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("memlab: stopped", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # whoever read this, such as head, has enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python flushes once more, and says so
+        return 0
 
 
 def _preflight(arguments) -> int:
@@ -225,6 +228,8 @@ def _doctor(arguments) -> int:
     config = _config(arguments.config) if arguments.config else None
     try:
         place = sys.stdin.fileno() if arguments.log == "-" else arguments.log
+        if arguments.log == "-" and sys.stdin.isatty():
+            print("Paste the log, then a line of its own with Ctrl-D.", file=sys.stderr)
         with vllm_log.open_log(place, closefd=arguments.log != "-") as file:
             found = doctor.diagnose(vllm_log.parse_stream(file), arguments.served, config, arguments.card)
     except OSError as error:

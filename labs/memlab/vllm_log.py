@@ -22,6 +22,7 @@ from os import PathLike
 from typing import NamedTuple, TextIO
 
 from memlab import pasted
+from memlab.errors import MemlabError
 from memlab.ledger import MemoryLedger
 from memlab.units import to_gib
 
@@ -1132,6 +1133,9 @@ def parse(lines: Iterable[str]) -> Iterator[Event]:
     yield from parser.close()
 
 
+_PACKED = (b"\x1f\x8b", b"PK\x03\x04", b"\x28\xb5\x2f\xfd", b"\xfd7zX")  # gzip, zip, zstd, xz
+
+
 @contextmanager
 def open_log(place: str | PathLike | int, closefd: bool = True) -> Iterator[TextIO]:
     """A log as text: UTF-8, or UTF-16, which PowerShell writes where output is redirected; other bytes are replaced.
@@ -1141,9 +1145,14 @@ def open_log(place: str | PathLike | int, closefd: bool = True) -> Iterator[Text
 
     Raises:
         OSError: where it cannot be read.
+        MemlabError: where it is packed.
     """
     with open(place, "rb", closefd=closefd) as file:
-        marked = file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        start = file.peek(4)[:4]
+        if start.startswith(_PACKED):
+            name = "the standard input" if isinstance(place, int) else place
+            raise MemlabError(f"{name} is packed: unpack it first, as in zcat vllm.log.gz | memlab doctor")
+        marked = start[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
         yield io.TextIOWrapper(file, "utf-16" if marked else "utf-8", errors="replace", newline="\n")
 
 
