@@ -6,6 +6,8 @@ import itertools
 import json
 import re
 import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from fixtures_record import cpu_record, cuda_record
-from memlab import cards, gpu, lab, ledger, plan_report, planner, plots, rank_plots, record, sweep, vllm_log
+from memlab import cards, gpu, lab, ledger, models, plan_report, planner, plots, rank_plots, record, sweep, vllm_log
 from memlab.errors import ServerError
 from memlab.flags import ServeFlags
 from memlab.shapes import LAB_MODELS
@@ -326,7 +328,9 @@ def test_two_ranks_of_the_cpu_backend_hold_half_of_the_weights_and_twice_the_tok
 # ---- the ballast of several GPUs ----
 
 
-GPUS = [SimpleNamespace(index=number, uuid=f"GPU-{number}") for number in range(3)]
+GPUS = [
+    gpu.Device(number, f"GPU-{number}", "NVIDIA H200", 140.4, 0.6, (9, 0), "580", "13.0", False) for number in range(3)
+]
 
 
 @pytest.fixture
@@ -424,26 +428,34 @@ def test_a_plan_without_a_pipeline_shows_no_stages():
 # ---- the record of a run on two GPUs ----
 
 
-def test_each_gpus_memory_stands_beside_what_its_own_rank_stated(monkeypatch, tmp_path):
-    """The last GPU's rank speaks first in the log, and takes more than the other."""
-    gpus = [
-        gpu.Device(number, f"GPU-{number}", "NVIDIA H200", 140.4, 0.6, (9, 0), "580", "13.0", False)
-        for number in range(2)
-    ]
-    monkeypatch.setattr(gpu, "devices", lambda: gpus)
-    monkeypatch.setattr(gpu, "link", lambda uuids: "nvlink" if len(uuids) == 2 else "none")
+@pytest.fixture
+def over(monkeypatch):
+    """A run of the 8B shape that is over, on some of three GPUs: its log and samples are made, nothing is started."""
+    monkeypatch.setattr(gpu, "devices", lambda: GPUS)
+    monkeypatch.setattr(gpu, "link", lambda uuids: "nvlink" if len(uuids) > 1 else "none")
     monkeypatch.setattr(lab, "vllm_version", lambda: "0.33.0")
-    flags = ServeFlags(gpu_memory_utilization=0.25, max_model_len=32768, enforce_eager=True, tensor_parallel_size=2)
-    place = lab.Here("live", "cuda", lab.this_machine("cuda", gpus))
-    asked = ("llama-3.1-8b", flags, None, None, "two-cards", (), {"NCCL_NVLS_ENABLE": "0"}, None, 0)
-    run = lab._LiveRun(place, asked, tmp_path, gpus, None, None, None)
-    run.server.foreign, run.back, run.outcome = [None, None], None, "ok"
-    run.server.events = log_of(["TP1", "TP0"], "eager", heavier="TP1")
-    readings = iter([[0.5, 0.75], [33.5, 36.75], [30.5, 31.75]])
-    sampler = gpu.Sampler(lambda: next(readings), "device", 50.0)
-    sampler.sample()
-    sampler.sample()
-    made = run._record(sampler)
+
+    def made(folder: Path, devices: list[gpu.Device], events: list[vllm_log.Event], *used: list[float]) -> lab._LiveRun:
+        flags = ServeFlags(gpu_memory_utilization=0.25, max_model_len=32768, enforce_eager=True)
+        flags = flags.with_(tensor_parallel_size=len(devices))
+        place = lab.Here("live", "cuda", lab.this_machine("cuda", devices))
+        asked = ("llama-3.1-8b", flags, None, None, "two-cards", (), {"NCCL_NVLS_ENABLE": "0"}, None, 0)
+        run = lab._LiveRun(place, asked, folder, devices, None, None, None)
+        run.server.foreign, run.server.events, run.outcome = [None] * len(devices), events, "ok"
+        readings = iter(used)
+        run.sampler = gpu.Sampler(lambda: next(readings), "device", 50.0)
+        for _ in used[1:]:
+            run.sampler.sample()
+        return run
+
+    return made
+
+
+def test_each_gpus_memory_stands_beside_what_its_own_rank_stated(over, tmp_path):
+    """The last GPU's rank speaks first in the log, and takes more than the other."""
+    events = log_of(["TP1", "TP0"], "eager", heavier="TP1")
+    run = over(tmp_path, GPUS[:2], events, [0.5, 0.75], [33.5, 36.75], [30.5, 31.75])
+    made = run._record(run.sampler)
     record.validate(made)
     zero, one = made.ranks
     assert (zero.stated.weights_gib, one.stated.weights_gib) == (15.0, 15.25)
@@ -453,3 +465,44 @@ def test_each_gpus_memory_stands_beside_what_its_own_rank_stated(monkeypatch, tm
     assert made.variables == {"NCCL_NVLS_ENABLE": "0"}
     assert lab.linked(made.machine, made.variables)
     assert "Peak, seen: 33.00 GiB on rank 0 to 36.00 GiB on rank 1." in rank_plots.ranks(made).alt
+
+
+def test_two_servers_of_one_setting_that_end_at_once_are_two_records(over, tmp_path, monkeypatch):
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path))
+    monkeypatch.setattr(lab._LiveRun, "_watched", lambda run, timeout_s: None)
+    write = record.write
+    monkeypatch.setattr(record, "write", lambda made, folder: (time.sleep(0.2), write(made, folder)))
+    runs = []
+    for number in range(2):
+        folder = tmp_path / f"run-{number}"
+        folder.mkdir()
+        events = log_of(["TP0"], "eager")
+        runs.append(over(folder, [GPUS[number]], events, [0.5], [35.5], [34.5]))
+    threads = [threading.Thread(target=run.run, args=(1,)) for run in runs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(run.record.repeat for run in runs) == [1, 2]
+    assert len({path.name for path in tmp_path.rglob("*-r[0-9].json")}) == 2
+
+
+def test_a_model_that_a_server_reads_is_whole_while_the_next_run_writes_it_again(tmp_path):
+    shape, done, broken = LAB_MODELS["tiny-llama"], threading.Event(), []
+    served = models.write("tiny-llama", shape, tmp_path)
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                json.loads((served / "tokenizer.json").read_text())
+            except ValueError as error:
+                broken.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for _ in range(20):
+        models.write("tiny-llama", shape, tmp_path)
+    done.set()
+    reader.join()
+    assert broken == []
+    assert not list(served.glob(".*")), "no draft is left"

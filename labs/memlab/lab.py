@@ -60,6 +60,7 @@ STEP_LINES = ("--enable-logging-iteration-details",)
 STEERING = ("VLLM_", "PYTORCH_", "TORCH_", "NCCL_", "CUDA_MODULE_LOADING")  # what a run's own variables begin with
 SMALL_CARD_GIB = 20  # below this the 8B shape in bf16 does not fit
 TRACE_BUCKETS = 150  # at most four times as many points of an allocator's history
+_numbering = threading.Lock()  # two runs of one setting that end at once must not take one number
 MOST_STEPS = 600  # of a load: two such loads leave a record below its size
 
 
@@ -533,8 +534,9 @@ class _LiveRun:
         with self.beside:
             self._comes("before")
             interrupted = self._watched(timeout_s)
-        self.record = self._record(self.sampler)
-        record.write(self.record, self.folder)
+        with _numbering:
+            self.record = self._record(self.sampler)
+            record.write(self.record, self.folder)
         if interrupted:
             print(f"Stopped; what was measured is kept in {self.folder / self.record.id}.json", flush=True)
             raise interrupted

@@ -5,6 +5,8 @@ With ``--load-format dummy`` vLLM makes up weights of the right shape, so memory
 
 import itertools
 import json
+import os
+import tempfile
 from pathlib import Path
 
 from memlab.shapes import LAB_MODELS, ModelShape
@@ -86,7 +88,10 @@ def tokenizer(vocab_size: int) -> dict:
 
 
 def write(name: str, shape: ModelShape, folder: Path) -> Path:
-    """Write a model of ``shape`` to ``folder``/``name``, ready for ``vllm serve``; returns that folder."""
+    """Write a model of ``shape`` to ``folder``/``name``, ready for ``vllm serve``; returns that folder.
+
+    Each file is put there whole: another server may be reading the one before.
+    """
     target = folder / name
     target.mkdir(parents=True, exist_ok=True)
     begin, end = _SPECIAL
@@ -105,7 +110,10 @@ def write(name: str, shape: ModelShape, folder: Path) -> Path:
     }
     for file, content in files.items():
         text = json.dumps(content, ensure_ascii=False, indent=None if file == "tokenizer.json" else 1)
-        (target / file).write_text(text, encoding="utf-8")
+        with tempfile.NamedTemporaryFile("w", dir=target, prefix=".", delete=False, encoding="utf-8") as draft:
+            draft.write(text)
+        os.chmod(draft.name, 0o644)
+        os.replace(draft.name, target / file)
     return target
 
 
