@@ -506,3 +506,20 @@ def test_a_model_that_a_server_reads_is_whole_while_the_next_run_writes_it_again
     reader.join()
     assert broken == []
     assert not list(served.glob(".*")), "no draft is left"
+
+
+def test_vllm_itself_reads_every_command_line_of_the_grids():
+    pytest.importorskip("vllm")
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    for setting in EVERY:
+        words = ["--model", setting.model, "--load-format", "dummy", *setting.flags.to_args()]
+        read = EngineArgs.from_cli_args(parser.parse_args(words))
+        assert (read.tensor_parallel_size, read.pipeline_parallel_size) == layout(setting)
+        assert read.disable_custom_all_reduce == ("NCCL_P2P_DISABLE" in setting.variables)
+        fused = read.compilation_config.pass_config.fuse_allreduce_rms
+        assert fused is False if layout(setting)[0] > 1 else fused is None
+        for name, value in setting.flags.set().items():
+            assert getattr(read, name) == value, name
