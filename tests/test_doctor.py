@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from memlab import doctor, findings, flags, shapes, vllm_log
+from memlab import doctor, doctor_rules, findings, flags, shapes, vllm_log
 from memlab.doctor import diagnose
 from memlab.errors import FlagError, MemlabError
 from memlab.ledger import predict
@@ -722,3 +722,54 @@ def test_fewer_sequences_make_fewer_graphs_only_where_they_are_fewer_than_the_la
 def test_fewer_rows_of_the_profiled_sampler_make_the_pool_larger():
     found = diagnose(TOO_LONG, "vllm serve m --max-num-seqs 1024").failures[0]
     assert "--max-num-seqs" in {fix.flag for fix in found.fixes} - {flag for flag, _ in found.will_not_help}
+
+
+# ---- whatever is known besides the log ----
+
+COMMANDS = st.fixed_dictionaries(
+    {},
+    optional={
+        "--gpu-memory-utilization": st.sampled_from([0.05, 0.5, 0.9, 0.97, 1.0]),
+        "--kv-cache-memory-bytes": st.sampled_from([1, 2**20, 2**34]),
+        "--max-num-seqs": st.sampled_from([1, 2, 256, 1024]),
+        "--max-num-batched-tokens": st.sampled_from([2048, 131072]),
+        "--tensor-parallel-size": st.sampled_from([1, 4]),
+        "--kv-cache-dtype": st.sampled_from(["auto", "fp8"]),
+        "--max-model-len": st.sampled_from([1024, 200000]),
+    },
+)
+CONFIG = shapes.LAB_MODELS["llama-3.1-8b"].to_config()
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.sampled_from(sorted(doctor_rules.PRINTED)),
+    COMMANDS,
+    st.sampled_from([None, "3090", "H200", "T4"]),
+    st.sampled_from([None, 23.58, 139.8]),
+    st.sampled_from([None, CONFIG]),
+)
+def test_what_is_said_holds_together_whatever_is_known_besides(phase, flags_given, card, total_gib, config):
+    command = " ".join(f"{flag} {value}" for flag, value in flags_given.items()) or None
+    found = diagnose("\n".join(doctor_rules.PRINTED[phase]), command, config, card, total_gib)
+    (failure,) = found.failures
+    assert failure.phase == phase or card, "of a card that is played, what is held may be what plays it"
+    assert not {fix.flag for fix in failure.fixes} & {flag for flag, _ in failure.will_not_help}
+    assert all(fix.gains_gib is None or fix.gains_gib > 0 for fix in failure.fixes)
+    assert all(
+        0 < fix.to <= 1 for fix in failure.fixes if fix.flag == "--gpu-memory-utilization" and type(fix.to) is float
+    )
+    doctor.report(found)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_full_pool_of_a_given_size_needs_a_larger_size():
+    full = "\n".join(doctor_rules.PRINTED["preemption_not_oom"])
+    given = diagnose(full, "vllm serve m --kv-cache-memory-bytes 1073741824")
+    assert fix(given, "--kv-cache-memory-bytes").to == "larger"
+    assert "--gpu-memory-utilization" in dict(given.failures[0].will_not_help)
+
+
+def test_graphs_that_do_not_fit_on_trial_are_helped_by_fewer_of_them():
+    found = diagnose("\n".join([frame("profile_cudagraph_memory"), frame("capture_model"), OOM]))
+    assert (found.phase, found.failures[0].fixes[0].flag) == ("memory_profile", "--enforce-eager")

@@ -122,6 +122,7 @@ RULES: dict[str, Rule] = {
             "weights and the profiled step take the whole budget, so nothing is left for the KV cache",
             (
                 ("raise_utilization", "the budget grows, and all of it goes to the pool"),
+                ("larger_pool", "the pool has the size that was given"),
                 ("fewer_tokens", "a smaller profiled step leaves more of the budget"),
                 ("chunked_prefill", "else a whole prompt is profiled in one step"),
                 ("fewer_seqs", "fewer rows in the profiled sampler, fewer buffers"),
@@ -158,6 +159,7 @@ RULES: dict[str, Rule] = {
             "a hybrid model needs a state block for each sequence, and the pool has fewer than max_num_seqs",
             (
                 ("seqs_to_blocks", "each sequence then has its state block"),
+                ("larger_pool", "the pool has the size that was given"),
                 ("raise_utilization", "a larger pool has more blocks"),
             ),
             (("--max-model-len", "a state block is as large for a short sequence"),),
@@ -296,6 +298,7 @@ RULES: dict[str, Rule] = {
             "the pool of KV-cache blocks is full, so requests are preempted and recomputed: slow, not out of memory",
             (
                 ("raise_utilization", "a larger pool"),
+                ("larger_pool", "the pool has the size that was given"),
                 ("fp8_kv", "half the bytes a token"),
                 ("fewer_seqs", "fewer requests share the pool"),
                 ("more_gpus", "each GPU holds a part of each token"),
@@ -374,6 +377,20 @@ ENCODING = Rule(
     "while serving, the encoder of images or videos asked for more than the profile had counted",
     (("mm_limit", "the encoder takes what the items of a step need"), *RULES["runtime_oom"].remedies),
     RULES["runtime_oom"].useless,
+)
+TRIAL = Rule(
+    "memory_profile",
+    "CUDA out of memory in profile_cudagraph_memory",
+    "a few CUDA graphs are captured on trial, to estimate them all, and they do not fit beside the weights and what "
+    "the profiled step left",
+    (
+        ("eager", "no graphs are captured, on trial neither"),
+        ("fewer_graphs", "the largest one takes most"),
+        ("fewer_captured", "the largest captured batch is twice as many, up to 512"),
+        ("more_gpus", "each GPU holds a part of the weights"),
+        ("quantize", "smaller weights leave room for the graphs"),
+    ),
+    ((_HINT, f"{_NOT_YET}; it does not limit the trial"), ("--kv-cache-dtype", "the KV cache is not there yet")),
 )
 PINNED = Rule(
     "host_ram_oom",

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from memlab.doctor_rules import BUFFERS, ENCODING, PINNED, RULES, START, TRACEBACK, Rule
+from memlab.doctor_rules import BUFFERS, ENCODING, PINNED, RULES, START, TRACEBACK, TRIAL, Rule
 from memlab.episodes import SAYS_POOL, SIZED, Episode, Run, episodes
 from memlab.facts import CONTEXTS_GIB, HIGHEST_UTILIZATION, Context, Facts, facts_at
 from memlab.failing_step import CHECKS_POOL, by_order, functions_of, in_a_prompt, in_an_encoder, place
@@ -42,12 +42,13 @@ def _fixes(rule: Rule, facts: Facts) -> tuple[tuple[Fix, ...], list[tuple[str, s
     fixes, useless = [], list(rule.useless)
     for name, why in rule.remedies:
         remedy = REMEDIES[name]
-        if facts.pool_given and rule.phase in _BY_THE_BUDGET and name in _FOR_THE_BUDGET:
+        sized = rule.phase in _BY_THE_BUDGET and name in _FOR_THE_BUDGET
+        if facts.pool_given and (sized or name == "raise_utilization"):
             useless.append((remedy.flag, "the pool has the size that was given, whatever the budget leaves"))
             continue
         change = remedy.size(facts) if facts.takes(remedy.since) else None
         if change is None:
-            if name == "raise_utilization":
+            if name == "raise_utilization" and facts.utilization is not None:
                 share = facts.utilization
                 useless.append((remedy.flag, f"it is at {share:g} of the card already; more is not free at the start"))
             continue
@@ -267,6 +268,8 @@ def _device(run: Run, episode: Episode, context: Context) -> Failure:
             (TRACEBACK, START),
         )
     rule = ENCODING if phase == "runtime_oom" and in_an_encoder(functions) else None
+    if phase == "memory_profile" and "profile_cudagraph_memory" in functions:
+        rule = TRIAL
     return _failure(phase, confidence, facts, decisive, support, rule=rule)
 
 

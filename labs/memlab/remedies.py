@@ -48,7 +48,7 @@ def _to_what_is_free(facts: Facts) -> Change | None:
     free, total = facts.values.get("free_gib"), facts.total
     if free is None or not total or facts.utilization is None:
         return _lower_share(facts)
-    to = floor(free / total * 100 - 1e-9) / 100
+    to = min(1.0, floor(free / total * 100 - 1e-9) / 100)
     return (facts.utilization, to, (facts.utilization - to) * total) if to > 0 else None
 
 
