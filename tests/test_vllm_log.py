@@ -740,3 +740,37 @@ def test_a_rank_s_number_counts_the_stages_first():
     assert vllm_log.rank_number("rank7", 8) == 7
     assert vllm_log.rank_number(None, 1) == 0
     assert vllm_log.rank_number("pid448", 2) is None, "no guess where the name does not tell"
+
+
+# --- behind what nobody knows ---
+
+UNKNOWN = {
+    "stern": "vllm-0 vllm ",
+    "srun": "0: ",
+    "mpirun": "[1,0]<stderr>:",
+    "torchrun": "[default0]:",
+    "ts": "Aug 14 14:07:22 ",
+    "supervisor": "[stderr] ",
+    "table": "2026-08-14 14:07:22 UTC | INFO | ",
+    "skypilot": "(head, rank=0, pid=2345) ",
+    "quoted": "> ",
+    "gke": "INFO 2025-11-19T20:16:36.096625454Z [resource.labels.containerName: vllm] ",
+    "lemonade": "2026-05-08 11:50:14.753 [Info] (Process) ",
+}
+
+
+@pytest.mark.parametrize("prefix", UNKNOWN.values(), ids=UNKNOWN)
+def test_a_rank_and_a_warning_are_known_behind_the_prefix_of_any_logger(prefix):
+    stated = "(Worker_TP1 pid=3) INFO 08-14 14:07:22 [gpu_worker.py:563] Available KV cache memory: 6.87 GiB"
+    event = only(prefix + stated, "kv_available")
+    assert (event.rank, event.text) == ("TP1", "Available KV cache memory: 6.87 GiB")
+    warned = "(EngineCore pid=9) WARNING 12-01 10:00:00 [mamba_mixer2.py:1] CUDA error: out of memory"
+    assert [event.kind for event in parse([prefix + warned])] == ["caught"]
+
+
+def test_an_error_behind_a_progress_bar_that_lost_its_end_is_read_and_so_is_the_bar():
+    line = (
+        "Capturing CUDA graphs (PIECEWISE):  41%|####      | 21/51 [00:02<00:03,  8.1it/s](EngineCore pid=7) ERROR "
+        "11-20 08:01:02 [core.py:1584] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 64.00 MiB."
+    )
+    assert [event.kind for event in parse([line])] == ["graphs_progress", "oom"]

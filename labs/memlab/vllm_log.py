@@ -693,6 +693,12 @@ _PLAIN = re.compile(
     r"(?:\((?P<name>[A-Za-z]\w{0,80}(?: [A-Z]{2,3}\d{1,4})*) pid=(?P<pid>\d{1,10})\) )?"
     r"(?:INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d \[(?:[\w/]{1,120}/)?(?P<file>\w{1,80}\.py):\d{1,6}\] "
 )
+# Where vLLM's own prefix begins behind one that nobody knows here, or behind a progress bar that lost its line's end.
+_BURIED = re.compile(
+    r"\((?:EngineCore|APIServer|Worker|VllmWorker|RayWorkerWrapper)\w{0,40}(?: rank=\d{1,4})? pid=\d|"
+    r"(?:INFO|WARNING|ERROR|CRITICAL) \d\d-\d\d \d\d:\d\d:\d\d "
+)
+_BURIED_WITHIN = 240
 _REPEATED = re.compile(r"\[repeated \d{1,9}x across cluster\].{0,200}$", re.DOTALL)
 _RANK_PARTS = re.compile(r"(?:DP|PP|PCP|TP|DCP|EP)\d{1,4}")
 _ENGINE_PROCESSES = ("EngineCore", "APIServer", "ApiServer", "DPCoordinator", "DPEngineCoreActor", "LLMEngine")
@@ -742,7 +748,12 @@ def _strip(text: str) -> _Line:
         name, pid, file = plain.groups()
         rank = _rank_of(name, None, pid) if name else None
         return _Line(text[plain.end() :].strip(), rank, file, True, plain[0].strip())
-    return _known_line(text) if len(text) <= _REMEMBERED_CHARS else _of_vllm_prefix(text)
+    line = _known_line(text) if len(text) <= _REMEMBERED_CHARS else _of_vllm_prefix(text)
+    if not line.prefixed and ("pid=" in text or ".py:" in text):
+        buried = _BURIED.search(text, 1, _BURIED_WITHIN)
+        if buried:
+            return _of_vllm_prefix(text[buried.start() :])
+    return line
 
 
 def _of_vllm_prefix(text: str) -> _Line:
@@ -817,7 +828,7 @@ def interesting(line: str) -> bool:
     if " HTTP/1." in line or "DEBUG " in line or " request " in line and _REQUEST.search(line):
         return False  # the bulk of a long log: what states nothing of memory
     end = line.find("] ", 0, 160)
-    text = line[end + 2 :] if end >= 0 and ".py:" in line[:end] else line
+    text = line[end + 2 :] if end >= 0 and line.find(".py:", 0, end) >= 0 else line
     return _known_text(text) if len(text) <= _REMEMBERED_CHARS else _may_hold(text)
 
 
@@ -998,11 +1009,14 @@ class LogParser:
         """As ``feed``, for a line that ``interesting`` has not refused, or where a message is ``waiting``."""
         self._number += 1
         line = line.rstrip()
-        events = self._pasted(line)
+        of_a_server = self._launch is None and line.startswith("(") and " pid=" in line
+        events = [] if of_a_server else self._pasted(line)
         if "\r" in line:
             parts, process = line.split("\r")[-64:], None
         elif line.endswith("}") and line.lstrip().startswith("{"):
             parts, process = _unwrap_json(line[: 4 * _LINE_LIMIT])
+        elif "%|" in line and (buried := _BURIED.search(line, line.index("%|"), _LINE_LIMIT)):
+            parts, process = [line[: buried.start()], line[buried.start() :]], None
         else:
             events += self._part(line[:_LINE_LIMIT], None) if line else []
             self._previous = line[:_LINE_LIMIT]
