@@ -22,7 +22,9 @@ from memlab.vllm_log import (
 
 _DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.25 to 0.33
 CONTEXTS_GIB = 1.5  # CUDA contexts of one's own processes and of the display take less
-_SERVER_GIB = 2.0  # a process with less is a display, or a rank of the same server that has a context on this GPU too
+_SERVER_GIB = (
+    2.0  # ranks of this server that have a context on this GPU too take less, each the same; so does a display
+)
 _NON_TORCH_GIB = 0.5  # usual on one GPU
 HIGHEST_UTILIZATION = 0.97  # above it the CUDA context alone fails vLLM's check of free memory on most cards
 
@@ -111,14 +113,17 @@ class Facts:
 
     @cached_property
     def neighbours(self) -> float:
-        """What larger processes than a CUDA context hold besides this one, in GiB."""
+        """What processes of somebody else hold, in GiB: contexts, and those of this server's other ranks, left out."""
         if self.others is None:
             return 0.0
-        listed = list(self.values.get("processes_gib", ()))
+        listed = sorted(self.values.get("processes_gib", ()))
+        if self.ballast and listed:
+            listed.pop()
         if self.values.get("process_gib") is None and self.process in listed:
             listed.remove(self.process)
-        held = self.others - sum(size for size in listed if size < _SERVER_GIB)
-        return held if held >= _SERVER_GIB else 0.0
+        ours = [size for size in listed if size < CONTEXTS_GIB or (size < _SERVER_GIB and listed.count(size) > 1)]
+        held = self.others - sum(ours)
+        return held if held >= (CONTEXTS_GIB if len(ours) < len(listed) else _SERVER_GIB) else 0.0
 
     @cached_property
     def charged(self) -> float | None:
