@@ -83,7 +83,8 @@ class View:
         lines = [f"{line['line']}: {line['text']}" for line in failure.get("evidence", [])[:shown]]
         if lines:
             which = f" of failure {number}" if whole and len(self.failures) > 1 else ""
-            named = f'role="region" aria-label="lines of the log{which}" tabindex="0"'
+            # A group, not a region: a page with several findings would have several landmarks of one name.
+            named = f'role="group" aria-label="lines of the log{which}" tabindex="0"'
             parts.append(f"<pre {named}>{html.escape(chr(10).join(lines))}</pre>")
         if failure.get("fixes"):
             parts.append(self.fixes(failure, None if whole else SHOWN_FIXES)._repr_html_())
