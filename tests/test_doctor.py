@@ -619,6 +619,7 @@ def test_flashinfers_buffer_gets_the_size_that_it_lacks():
     )
     buffer = fix(diagnose(line), "VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE")
     assert buffer.to > 1050673152
+    assert diagnose(f"{frame('capture_model')}\n{line}").phase == "cuda_graph_capture"
 
 
 def test_memory_that_cannot_be_pinned_comes_up_later_as_the_gpus():

@@ -131,6 +131,11 @@ def _notes(phase: str, facts: Facts) -> tuple[str, ...]:
             + (f": {show_gib(allocated)} were loaded by then. " if allocated else ". ")
             + "A checkpoint called 4-bit keeps some layers in 16 bits."
         )
+    if phase == "host_ram_oom" and values.get("exit_code") is not None:
+        notes.append(
+            "The exit code says SIGKILL. The kernel sends it where memory runs out; docker stop and a liveness probe "
+            "send it too. dmesg, or the container's last state, tells which."
+        )
     if phase == "kv_cache_none" and facts.engine != "V0" and (facts.version or (0, 8)) <= (0, 8):
         notes.append(
             "In early versions of V1 what other servers hold on this GPU counts too: the utilization must then be "
@@ -280,6 +285,8 @@ def _buffer(run: Run, episode: Episode, context: Context) -> Failure:
     placed = place(functions_of(episode.events), facts.seen)
     prompt = "prefill" in event.text or (placed is not None and placed[0] == "runtime_prefill_spike")
     phase = "runtime_prefill_spike" if prompt else "runtime_oom"
+    if placed and placed[0] in _STEPS_OF_THE_START:
+        phase = placed[0]
     return _failure(phase, "high", facts, event, rule=BUFFERS[event.kind])
 
 
@@ -341,7 +348,7 @@ def _killed(event: Event) -> bool:
 
 
 def _sure(killed: list[Event]) -> str:
-    return "high" if any(event.kind in _ON_HOST or event.values.get("exit_code") for event in killed) else "medium"
+    return "high" if any(event.kind in _ON_HOST for event in killed) else "medium"
 
 
 def _left_over(run: Run, episode: Episode, context: Context, refused: Mapping[str, Event]):

@@ -312,7 +312,7 @@ REMEDIES: dict[str, Remedy] = {
     "host_memory": Remedy("memory of the host or container", "host memory", _fixed("a higher limit")),
     "shared_memory": Remedy("--shm-size (of docker run)", "host memory", _fixed("16g or more, or --ipc=host")),
     "fewer_compilers": Remedy("MAX_JOBS", "a slower first start", _fixed(4)),
-    "larger_buffer": Remedy("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "memory outside the pool", _larger_buffer),
+    "larger_buffer": Remedy("VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE", "memory beside the pool", _larger_buffer, (0, 11)),
     "less_host_cache": Remedy("--mm-processor-cache-gb, --kv-offloading-size", "host caches", _fixed("lower")),
     "sleep_level": Remedy("wake_up(tags)", "two calls", _fixed('first "weights", then "kv_cache"')),
     "no_all_reduce": Remedy("--disable-custom-all-reduce", "slower tensor parallelism", _fixed(True, False)),

@@ -543,6 +543,7 @@ ROWS: tuple[Row, ...] = (
         _p(r"memory for (?P<buffer>\w{1,80}) with size <required_bytes>"),
         _p(r"only <left_bytes> bytes available"),
     )),  # FlashInfer: include/flashinfer/allocator.h
+    Row("workspace_small", "Out of workspace memory in Aligned"),  # the same, to 0.1
     Row("external_weights_high", "Externally held weights on device"),
     Row("kv_swap_exhausted", "lack of CPU swap space"),  # V0
     Row("swap_too_large", "Too large swap space", (
