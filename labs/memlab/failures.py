@@ -185,7 +185,8 @@ _AFTER_THE_POOL |= {"runtime_prefill_spike", "runtime_logprobs", "ok"}
 
 def _one_holds_most(facts: Facts) -> bool:
     listed, total = facts.values.get("processes_gib", ()), facts.values.get("total_gib")
-    return bool(listed and total and facts.values.get("process_gib") and max(listed) > 0.5 * total)
+    known = listed and total and facts.values.get("process_gib") and not facts.ballast
+    return bool(known and max(listed) > 0.5 * total)
 
 
 def _failure(

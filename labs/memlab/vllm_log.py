@@ -286,6 +286,9 @@ ROWS: tuple[Row, ...] = (
     Row("version", "version ", (
         _p(r"(?:vLLM (?:API )?server|▀▄▀ █|API server) version (?P<vllm_version>\d[\w.+-]{1,40})"),
     ), vague=True),
+    Row("engine_dump", "Dumping input data for", (
+        _p(r"(?:(?P<engine>V[01]) )?LLM engine \(v(?P<vllm_version>\d[\w.+-]{1,40})\)"),
+    ), convert=_config),  # v1/engine/dump_input.py: the same words again where an engine dies
     Row("engine_config", "LLM engine (v", (
         _p(r"(?:(?P<engine>V[01]) )?LLM engine \(v(?P<vllm_version>\d[\w.+-]{1,40})\)"),
     ), convert=_config, vague=True),
@@ -1470,7 +1473,7 @@ def engine(events: Iterable[Event]) -> dict[str, object]:
     """
     found: dict[str, object] = {}
     for event in events:
-        if event.kind in ("version", "engine_config", "runner", "attention", "sampler"):
+        if event.kind in ("version", "engine_config", "engine_dump", "runner", "attention", "sampler"):
             found |= event.values
     return found
 
