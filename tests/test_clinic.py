@@ -88,7 +88,7 @@ def test_a_recorded_patient_has_what_it_was_made_to_have_and_its_cures_cure(name
     assert ward[name].found == PATIENTS[name].phase
     for cure in PATIENTS[name].cures:
         if clinic.recorded(PATIENTS[name].treated(**cure), ward.known):
-            assert clinic.well(ward.treat(name, **cure)), f"{name} is not cured by {cure}"
+            assert PATIENTS[name].well(ward.treat(name, **cure)), f"{name} is not cured by {cure}"
 
 
 @pytest.mark.parametrize(("total_gib", "card"), [(139.8, clinic.CARD), (23.65, None), (23.58, None)])
@@ -178,3 +178,17 @@ def test_variables_and_a_neighbour_set_two_runs_apart():
         for neighbour in (None, record.Neighbour(1.0), record.Neighbour(1.0, "when_ready"))
     }
     assert len(ids) == 3
+
+
+DEATHS = sorted((ROOT / "tests" / "data" / "clinic").glob("*.log"))
+
+
+@pytest.mark.parametrize("log", DEATHS, ids=[log.stem for log in DEATHS])
+def test_the_whole_log_of_a_patient_is_one_start_that_fails_as_it_was_made_to_and_the_doctor_names_a_cure(log):
+    patient = PATIENTS[log.stem]
+    found = doctor.diagnose(log.read_text(), card=clinic.CARD)
+    assert (found.phase, len(found.failures), found.starts) == (patient.phase, 1, 1)
+    helps = {fix.flag.lstrip("-").replace("-", "_") for fix in found.failures[0].fixes}
+    cures = {"neighbour": "other processes (nvidia_smi)"}
+    assert all(cures.get(name, name) in helps for cure in patient.cures for name in cure)
+    assert not {fix.flag for fix in found.failures[0].fixes} & {flag for flag, _ in found.failures[0].will_not_help}

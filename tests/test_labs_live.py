@@ -110,4 +110,4 @@ def test_lab_07_each_patient_has_what_it_has_and_is_cured(run_lab):
     for patient in clinic.PATIENTS.values():
         if patient.on_cpu:
             treated = clinic.recorded(patient.treated(**patient.cures[0]), found)
-            assert treated and clinic.well(treated[0]), f"{patient.name} is not cured"
+            assert treated and patient.well(treated[0]), f"{patient.name} is not cured"

@@ -52,6 +52,13 @@ class Patient:
         """Whether vLLM's CPU backend shows it."""
         return self.setting.model == "tiny-llama"
 
+    def well(self, run: RunRecord) -> bool:
+        """Whether a run served all that it was sent; of one that came for its preemptions, with none."""
+        sent = [load.latency for load in run.loads] or [run.latency]
+        answered = all(latency is None or latency.failed == 0 for latency in sent)
+        relapsed = self.phase == "preemption_not_oom" and preemptions(run)
+        return run.outcome == "ok" and answered and not relapsed
+
     def treated(self, **changes) -> Setting:
         """The run under load with some flags changed; ``neighbour=None`` sends the neighbour away."""
         others = {name: changes.pop(name) for name in ("neighbour",) if name in changes}
@@ -187,7 +194,7 @@ PATIENTS = {
             "curious",
             "It served for weeks. Since a new client asks for prompt_logprobs, it dies.",
             "runtime_logprobs",
-            WELL.with_(gpu_memory_utilization=0.95),
+            WELL.with_(gpu_memory_utilization=0.96),
             Traffic(8000, 1, requests=4, concurrency=2, prompt_logprobs=1),
             {"gpu_memory_utilization": 0.9},
         ),
@@ -300,8 +307,8 @@ class Chart:
 
     @property
     def cured_by(self) -> dict | None:
-        """The first treatment after which it served without a preemption."""
-        return next((changes for changes, run in self.treatments if well(run)), None)
+        """The first treatment after which it was well."""
+        return next((changes for changes, run in self.treatments if self.patient.well(run)), None)
 
 
 def diagnosis(run: RunRecord) -> str:
@@ -315,13 +322,6 @@ def diagnosis(run: RunRecord) -> str:
 def preemptions(run: RunRecord) -> int:
     """Requests that had to give their blocks back, over the whole run."""
     return int(max(run.series.preemptions, default=0)) if run.series else 0
-
-
-def well(run: RunRecord) -> bool:
-    """Whether a run served all that it was sent, with no request preempted."""
-    sent = [load.latency for load in run.loads] or [run.latency]
-    answered = all(latency is None or latency.failed == 0 for latency in sent)
-    return run.outcome == "ok" and answered and not preemptions(run)
 
 
 class Ward:
@@ -462,7 +462,7 @@ def in_words(changes: dict) -> str:
 
 
 def _peak(chart: Chart) -> str:
-    cured = next((run for _, run in chart.treatments if well(run)), None)
+    cured = next((run for _, run in chart.treatments if chart.patient.well(run)), None)
     run = cured or chart.run
     return show_gib(run.seen.peak_gib) if run and run.seen and run.seen.peak_gib is not None else ""
 
