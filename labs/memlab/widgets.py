@@ -221,7 +221,8 @@ class _View:
             layout=w.Layout(width="auto", height="8em"),
         )
         self.pasted.tooltip = "A launch of vLLM; nothing of it is run"
-        self.take = w.Button(description="Set the controls from it", icon="paste", layout=w.Layout(width="auto"))
+        beside = w.Layout(width="auto", align_self="flex-start")
+        self.take = w.Button(description="Set the controls from it", icon="paste", layout=beside)
         self.heard = _announced(width="auto", margin="0")
         self.ticker = _announced()
         self.live = w.HTML(layout=_wide())
