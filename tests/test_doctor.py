@@ -646,6 +646,20 @@ def test_images_while_serving_are_named_and_can_be_fewer():
     assert "encoder" in found.failures[0].cause
 
 
+def test_a_shorter_length_does_not_make_the_newer_engines_profile_smaller():
+    none = "ValueError: No available memory for the cache blocks."
+    v1, v0 = ([f"Initializing a {engine} LLM engine (v0.8.5) with config: model='m'", none] for engine in ("V1", "V0"))
+    assert "--max-model-len" in dict(diagnose("\n".join(v1)).failures[0].will_not_help)
+    assert fix(diagnose("\n".join(v0)), "--max-model-len")
+
+
+def test_the_second_model_runner_takes_a_prompts_logits_in_pieces_of_its_own():
+    lines = [frame("run_busy_loop"), frame("compute_prompt_logprobs"), OOM]
+    flags_of = {fix.flag for fix in diagnose("\n".join(["Using V2 Model Runner", *lines])).failures[0].fixes}
+    assert "--max-num-batched-tokens" not in flags_of
+    assert fix(diagnose("\n".join(lines)), "--max-num-batched-tokens")
+
+
 def test_the_second_model_runners_prompt_logprobs_are_known():
     frames = [frame("run_busy_loop"), frame("compute_prompt_logprobs", "vllm/v1/worker/gpu/sample/prompt_logprob.py")]
     assert diagnose("\n".join([*frames, OOM])).phase == "runtime_logprobs"

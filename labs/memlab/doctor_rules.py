@@ -125,6 +125,7 @@ RULES: dict[str, Rule] = {
                 ("larger_pool", "the pool has the size that was given"),
                 ("fewer_tokens", "a smaller profiled step leaves more of the budget"),
                 ("chunked_prefill", "else a whole prompt is profiled in one step"),
+                ("shorter_prompts", "without chunked prefill the profiled step is as long"),
                 ("fewer_seqs", "fewer rows in the profiled sampler, fewer buffers"),
                 ("mm_limit", "where the model takes images: a smaller profiled encoder"),
                 ("end_early", "early versions of V1 charge to the budget what others hold"),
@@ -266,7 +267,7 @@ RULES: dict[str, Rule] = {
             "a request asked for logprobs: the logits of every prompt token over the whole vocabulary were not left",
             (
                 ("no_prompt_logprobs", "no logits of the prompt are kept"),
-                ("smaller_step", "in the first model runner the logits are of a whole step's tokens"),
+                ("whole_steps", "in the first model runner the logits are of a whole step's tokens"),
                 ("lower_utilization", "a smaller pool leaves headroom"),
                 ("fixed_pool", "the pool gets a size that leaves headroom"),
             ),

@@ -42,6 +42,7 @@ class Facts:
     given: Mapping[str, object]
     free_at_start_gib: float | None = None
     engine: str | None = None
+    runner: str | None = None
     version: tuple[int, int] | None = None
     shape: shapes.ModelShape | None = None
     card: cards.Card | None = None
@@ -259,6 +260,7 @@ def facts_at(start: list[Event], before: int, decisive: Event, context: Context,
         given={name: value for name, value in given.items() if value is not None},
         free_at_start_gib=free_at_start_gib(start),
         engine=engine_generation(start),
+        runner=said.get("runner"),
         version=_version(said.get("vllm_version")),
         shape=context.shape,
         asked=context.given.get("gpu_memory_utilization"),

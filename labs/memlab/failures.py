@@ -48,6 +48,8 @@ def _fixes(rule: Rule, facts: Facts) -> tuple[tuple[Fix, ...], list[tuple[str, s
             continue
         change = remedy.size(facts) if facts.takes(remedy.since) else None
         if change is None:
+            if name == "shorter_prompts":
+                useless.append((remedy.flag, "the profiled step has max_num_batched_tokens, whatever the length"))
             if name == "raise_utilization" and facts.utilization is not None:
                 share = facts.utilization
                 useless.append((remedy.flag, f"it is at {share:g} of the card already; more is not free at the start"))

@@ -125,6 +125,11 @@ def _half(name: str, gained: Callable[[Facts], float | None], planned: bool) -> 
     return size
 
 
+def _whole_steps(facts: Facts) -> Change | None:
+    """The second model runner takes the logits of a prompt in pieces of a fixed size."""
+    return None if facts.runner == "V2" else _half("max_num_batched_tokens", _HALF_TRIED, planned=False)(facts)
+
+
 def _part(name: str, share: float) -> Callable[[Facts], float | None]:
     def gained(facts: Facts) -> float | None:
         size = facts.term(name) if name != "tried" else facts.values.get("tried_gib")
@@ -276,6 +281,7 @@ REMEDIES: dict[str, Remedy] = {
     "shorter_prompts": Remedy("--max-model-len", "longer requests are refused", _shorter_prompts),
     "fewer_tokens": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_STEP, True)),
     "smaller_step": Remedy("--max-num-batched-tokens", _STEPS, _half("max_num_batched_tokens", _HALF_TRIED, False)),
+    "whole_steps": Remedy("--max-num-batched-tokens", _STEPS, _whole_steps),
     "fewer_seqs": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", lambda facts: None, True)),
     "fewer_captured": Remedy("--max-num-seqs", _FEWER, _fewer_captured),
     "fewer_rows": Remedy("--max-num-seqs", _FEWER, _half("max_num_seqs", _HALF_TRIED, False)),
