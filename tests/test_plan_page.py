@@ -288,6 +288,19 @@ def test_a_plan_that_does_not_start_says_so_in_vllms_words_and_a_change_applied_
 
 
 @pytest.mark.browser
+@pytest.mark.parametrize("size", [(1280, 900), (390, 844)])
+def test_that_python_loads_is_said_in_sight_of_the_control_that_asked_for_it(open_plan, size):
+    tab = open_plan(viewport={"width": size[0], "height": size[1]})
+    tab.route("**/part-3.js*", lambda route: None)  # it never comes
+    slider = tab.locator("input[data-for=gpu-memory-utilization]")
+    slider.focus()
+    tab.keyboard.press("ArrowLeft")
+    until(tab, ".memlab-status", "Python is loading")
+    said, control = tab.locator(".memlab-status").bounding_box(), slider.bounding_box()
+    assert 0 < control["y"] < said["y"] and said["y"] + said["height"] <= size[1]
+
+
+@pytest.mark.browser
 def test_of_many_moves_at_once_few_are_asked_for_and_the_last_is_shown(open_plan):
     tab = open_plan("#max-num-seqs=64")
     until(tab, "[data-part=plan-command]", "--max-num-seqs 64")

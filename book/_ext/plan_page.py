@@ -142,9 +142,9 @@ def planner() -> str:
         f'data-most="{asked.shape.max_model_len}"><div>'
         f'<div class="memlab-plan-seen"><figure data-part="figure">{found["html"]["figure"]}</figure>'
         '<p class="memlab-plan-error" role="alert" tabindex="0" hidden></p></div>'
-        f"{controls(found['resolved'])}</div>"
-        '<p class="memlab-status" role="status"></p>'
-        '<progress max="1" value="0" aria-label="Python is loading" hidden></progress>'
+        f"{controls(found['resolved'])}"
+        '<div class="memlab-plan-wait"><p class="memlab-status" role="status"></p>'
+        '<progress max="1" value="0" aria-label="Python is loading" hidden></progress></div></div>'
         '<p class="memlab-plan-heard" aria-live="polite"></p>'
         f"{''.join(shown)}"
         "<p>The same plan in a terminal, in a copy of this project; it needs Python alone:</p>"
