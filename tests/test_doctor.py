@@ -788,3 +788,9 @@ def test_a_full_pool_of_a_given_size_needs_a_larger_size():
 def test_graphs_that_do_not_fit_on_trial_are_helped_by_fewer_of_them():
     found = diagnose("\n".join([frame("profile_cudagraph_memory"), frame("capture_model"), OOM]))
     assert (found.phase, found.failures[0].fixes[0].flag) == ("memory_profile", "--enforce-eager")
+
+
+def test_a_budget_of_the_whole_card_is_not_called_a_start_that_worked():
+    found = of("vllm-13074-r1-h20-util1.0.log")
+    assert (found.phase, found.enough) == ("undetermined", False)
+    assert found.weak_spot.startswith("headroom") and found.paste_also

@@ -141,6 +141,9 @@ def _without_failure(run: Run, ledger, kv: StatedKV, harmless, common: dict, con
     if started or sized:
         more = () if started else ("what comes after the last line, up to “Application startup complete” or the error",)
         spot = weak_spot(run.events, ledger, kv, run, context)
+        beside = _beside_the_budget(ledger, context)
+        if not started and beside is not None and beside <= 0:  # the CUDA context alone takes more
+            return Diagnosis("undetermined", enough=False, paste_also=more, weak_spot=spot, **common)
         return Diagnosis("ok", enough=started, paste_also=more, weak_spot=spot, **common)
     if harmless:
         return Diagnosis("not_a_failure", **common)
@@ -149,6 +152,15 @@ def _without_failure(run: Run, ledger, kv: StatedKV, harmless, common: dict, con
         return Diagnosis("undetermined", enough=False, paste_also=more, **common)
     more = (START, TRACEBACK) if kinds else ("vLLM's own output: lines with INFO, WARNING or ERROR", START)
     return Diagnosis("undetermined", enough=False, paste_also=more, **common)
+
+
+def _beside_the_budget(ledger: MemoryLedger | None, context: Context) -> float | None:
+    """GiB of the card beside the budget and the graphs that are outside it; None where the budget sizes no pool."""
+    if ledger is None or not ledger.budget_gib or ledger.pool_given:
+        return None
+    total = context.card.total_gib if context.card else ledger.total_gib
+    graphs = ledger.cuda_graphs_actual_gib if ledger.graphs_subtracted is False else None
+    return total - ledger.budget_gib - (graphs or 0.0) if total else None
 
 
 def weak_spot(events: list[Event], ledger: MemoryLedger | None, kv: StatedKV, run, context: Context) -> str | None:
@@ -161,15 +173,12 @@ def weak_spot(events: list[Event], ledger: MemoryLedger | None, kv: StatedKV, ru
     if ledger is None:
         return None
     total = context.card.total_gib if context.card else ledger.total_gib
-    if total and ledger.budget_gib and not ledger.pool_given:
-        outside = total - ledger.budget_gib
-        if ledger.graphs_subtracted is False and ledger.cuda_graphs_actual_gib:
-            outside -= ledger.cuda_graphs_actual_gib
-        if outside < 0.05 * total:
-            return (
-                f"headroom: {show_gib(outside, signed=outside < 0)} are left beside the budget and the graphs, "
-                "for the CUDA context and all that no profile counts; lower --gpu-memory-utilization"
-            )
+    outside = _beside_the_budget(ledger, context)
+    if outside is not None and outside < 0.05 * total:
+        return (
+            f"headroom: {show_gib(outside, signed=outside < 0)} are left beside the budget and the graphs, "
+            "for the CUDA context and all that no profile counts; lower --gpu-memory-utilization"
+        )
     terms = ledger.budget_terms()
     if terms.get("activation", 0.0) > terms.get("kv_cache", 0.0) > 0:
         return (
