@@ -528,13 +528,13 @@ class DoctorPanel:
         self.said = _announced()
         self.shown = w.HTML(layout=_wide())
 
-    def diagnose(self, text: str, command: str | None = None) -> finding_view.View:
-        """The finding of a log.
+    def diagnose(self, text: str, command: str | None = None, **known) -> finding_view.View:
+        """The finding of a log; ``known`` as for ``doctor.diagnose``, such as the card that the GPU played.
 
         Raises:
             MemlabError: for a command line that vLLM would refuse.
         """
-        self.found = finding_view.of_text(text, command=command or None)
+        self.found = finding_view.of_text(text, command=command or None, **known)
         return self.found
 
     @_guarded
