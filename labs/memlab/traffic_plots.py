@@ -89,6 +89,8 @@ def _axes(ink: str, width: float, heights: tuple[float, ...]):
 def by_load(*records: RunRecord, replayed: bool = False) -> Plot:
     """The most memory that each load took, and its time to the first token.
 
+    A run on a card that another plays has the other's times, so they are left out.
+
     Raises:
         ValueError: for a run without several loads.
     """
@@ -104,28 +106,24 @@ def by_load(*records: RunRecord, replayed: bool = False) -> Plot:
                 key = group.label, load_name(load.traffic)
                 peaks.setdefault(key, []).append(load.peak_gib[0])
                 more.setdefault(key, []).append(load.peak_gib[0] - ready)
-                if load.latency:
+                if load.latency and not record.card:
                     waits.setdefault(key, []).extend(load.latency.ttft_samples_ms)
+    times = ("TTFT, median", "TTFT, least to most") if any(waits.values()) else ()
     rows = tuple(
         (
             ", ".join(filter(None, key)),
             _spread(peaks[key], show_gib),
             _spread(more[key], lambda gib: plots.difference(0.0, gib)),
-            _ms(statistics.median(waits[key])) if waits.get(key) else "",
-            _spread(waits[key], _ms) if waits.get(key) else "",
+            *((_ms(statistics.median(waits[key])), _spread(waits[key], _ms)) if waits.get(key) else ("",) * len(times)),
         )
         for key in ((group.label, name) for group in groups for name in names)
         if key in peaks
     )
     return Plot(
-        title=f"{capitalised(memory)} and time to first token by load",
+        title=f"{capitalised(memory)}{' and time to first token' if times else ''} by load",
         alt=" ".join(_by_load_alt(group, names, peaks, waits, memory) for group in groups),
         caption=plots.caption(records, replayed),
-        table=Table(
-            "Each load, in the order sent",
-            ("load", f"most {memory}", "beyond ready", "TTFT, median", "TTFT, least to most"),
-            rows,
-        ),
+        table=Table("Each load, in the order sent", ("load", f"most {memory}", "beyond ready", *times), rows),
         draw=lambda ink: _draw_by_load(groups, names, peaks, waits, memory, ink),
     )
 
@@ -136,14 +134,18 @@ def _by_load_alt(group: _Group, names, peaks, waits, memory: str) -> str:
     timed = [key for key in keys if waits.get(key)]
     ttft = [f"{name} {_ms(statistics.median(waits[label, name]))}" for label, name in timed]
     who = f"With {group.label}, the" if group.label else "The"
-    return f"{who} most {memory}: {', '.join(each)}. Median time to first token: {', '.join(ttft)}."
+    return f"{who} most {memory}: {', '.join(each)}." + (
+        f" Median time to first token: {', '.join(ttft)}." if ttft else ""
+    )
 
 
 def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:
-    figure, (upper, lower) = _axes(ink, 7.5, (2.6, 2.4))
+    timed = any(waits.values())
+    figure, all_axes = _axes(ink, 7.5, (2.6, 2.4) if timed else (2.8,))
+    upper, lowest = all_axes[0], all_axes[-1]
     for number, (group, (colour, dash)) in enumerate(zip(groups, itertools.cycle(LINES), strict=False)):
         shift = (number - (len(groups) - 1) / 2) * 0.12
-        for axes, values in ((upper, peaks), (lower, waits)):
+        for axes, values in zip(all_axes, (peaks, waits), strict=False):
             known = [i for i, name in enumerate(names) if values.get((group.label, name))]
             found = [values[group.label, names[i]] for i in known]
             places = [i + shift for i in known]
@@ -155,8 +157,10 @@ def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:
                 axes.plot([place] * len(each), each, marker, color=colour, markersize=4, alpha=0.8)
     upper.set(ylabel=f"most {memory},\nGiB")
     upper.set_ylim(0, max(max(each) for each in peaks.values()) * 1.15)
-    lower.set(ylabel="time to first\ntoken, ms", yscale="log", xlabel="tokens in the prompt, in the order sent")
-    lower.set_xticks(range(len(names)), names)
+    if timed:
+        lowest.set(ylabel="time to first\ntoken, ms", yscale="log")
+    lowest.set(xlabel="tokens in the prompt, in the order sent")
+    lowest.set_xticks(range(len(names)), names)
     if len(groups) > 1:
         _legend(figure, ink, max(len(group.label) for group in groups))
     return figure
