@@ -132,6 +132,19 @@ def test_records_are_told_apart_by_what_differs():
     assert plots.labels(EAGER) == [""]
 
 
+def test_runs_that_differ_in_too_much_for_a_name_are_told_apart_by_how_they_failed():
+    flags = [
+        replace(EAGER.flags, given={**EAGER.flags.given, "max_model_len": length, "gpu_memory_utilization": share})
+        for length, share in ((131072, 0.123456), (262144, 0.234567))
+    ]
+    served = [replace(EAGER, flags=one) for one in flags]
+    assert plots.names(*served) == ["run 1", "run 2"]
+    phases = ["weights_load", "kv_cache_none"]
+    failed = [replace(one, finding={"phase": phase}) for one, phase in zip(served, phases, strict=True)]
+    assert plots.names(*failed) == phases
+    assert plots.names(failed[0], served[1]) == plots.names(failed[0], failed[0]) == ["run 1", "run 2"]
+
+
 def test_the_caption_says_where_and_whether_it_is_replayed():
     plot = plots.ledger(EAGER, replayed=True)
     assert plot.caption.startswith(EAGER.where()) and "dummy weights" in plot.caption

@@ -142,9 +142,15 @@ def labels(*records: RunRecord) -> list[str]:
 
 
 def names(*records: RunRecord) -> list[str]:
-    """``labels`` that are short enough for a figure; else runs by number, which a table has to explain."""
+    """``labels`` that are short enough for a figure; else the phase in which each failed; else runs by number, which a
+    table has to explain."""
     found = labels(*records)
-    return found if max(map(len, found)) <= 40 else [f"run {number}" for number in range(1, len(records) + 1)]
+    if max(map(len, found)) <= 40:
+        return found
+    phases = [(record.finding or {}).get("phase") for record in records]
+    if None not in phases and len(set(phases)) == len(phases):
+        return phases
+    return [f"run {number}" for number in range(1, len(records) + 1)]
 
 
 def _facts(record: RunRecord) -> dict[str, object]:
