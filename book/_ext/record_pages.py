@@ -398,8 +398,8 @@ class RecordedRuns(SphinxDirective):
         if not library.records:
             return [nodes.paragraph("", "No run is recorded yet.")]
         found = []
+        named = titles([run for runs in library.by_lab().values() for run in runs])  # of one page, and so of all labs
         for lab, runs in library.by_lab().items():
-            named = titles(runs)
             section = nodes.section("", nodes.title("", f"Lab {lab}"), ids=[f"lab-{anchor(lab)}"])
             section += self.overview(runs)
             section += [self.section(run, named[run.id], library) for run in runs]

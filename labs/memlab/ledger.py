@@ -205,7 +205,13 @@ def _stage(
         rules.default_utilization if flags.gpu_memory_utilization is None else flags.gpu_memory_utilization
     )
     weight = weights.stage_gib(shape, ranks, (first, end), rules.split_limit)
-    weight = max(0.0, weight - (flags.cpu_offload_gb or 0.0))
+    if flags.cpu_offload_gb:
+        asked = round(flags.cpu_offload_gb * GIB)
+        weight -= weights.offloaded_bytes(shape, asked, ranks, (first, end), rules.split_limit) / GIB
+    left = 0.0
+    if rules.unquantized_left and flags.quantization and not shape.config.get("quantization_config"):
+        left = weights.unquantized_bytes(shape, ranks) / GIB
+        weight += left
     runner = rules.runner(shape.architecture, shape.is_mixture)
     ends = {"first": number == 0, "last": number == len(stages) - 1}
     sizes = (flags.max_num_batched_tokens, seqs, length)
@@ -219,12 +225,14 @@ def _stage(
     slack = 0.04 + 0.04 * profiled.peak_gib
     retained = profiled.retained_gib
     activation = profiled.peak_gib
-    bands = {"weights": (weight * 0.996 - 0.02, weight * 1.004 + 0.03), "context": _CONTEXT_GIB[1:]}
+    lightest = weight - left
+    bands = {"weights": (lightest * 0.996 - 0.02, weight * 1.004 + 0.03), "context": _CONTEXT_GIB[1:]}
     terms = {"weights": weight}
     if rules.consumed:
         buffers = buffers_gib(shape, seqs, length, block) if rules.buffers else 0.0
         terms["consumed"] = weight + buffers + non_torch + retained
-        bands["consumed"] = (weight + buffers + low + 0.9 * retained, weight + 1.1 * buffers + high + 1.1 * retained)
+        least = lightest + buffers + low + 0.9 * retained
+        bands["consumed"] = (least, weight + 1.1 * buffers + high + 1.1 * retained)
     else:
         activation += retained
         terms["non_torch"] = non_torch
