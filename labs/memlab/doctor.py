@@ -22,7 +22,7 @@ from memlab.findings import CONFIDENCE, Diagnosis, Evidence, Failure, Fix, evide
 from memlab.ledger import MemoryLedger
 from memlab.remedies import REMEDIES, Remedy
 from memlab.units import show_gib
-from memlab.vllm_log import Event, StatedKV, engine, parse, stated_kv, stated_ledger
+from memlab.vllm_log import Event, StatedKV, engine, parse, ranks, stated_kv, stated_ledger
 
 __all__ = (
     "CONFIDENCE", "HARMLESS", "REMEDIES", "RULES", "Diagnosis", "Evidence", "Facts", "Failure", "Fix", "Reader",
@@ -141,8 +141,9 @@ def _without_failure(run: Run, ledger, kv: StatedKV, harmless, common: dict, con
     if started or sized:
         more = () if started else ("what comes after the last line, up to “Application startup complete” or the error",)
         spot = weak_spot(run.events, ledger, kv, run, context)
-        beside = _beside_the_budget(ledger, context)
-        if not started and beside is not None and beside <= 0:  # the CUDA context alone takes more
+        stated = [stated_ledger(run.events, rank) for rank in ranks(run.events) or [None]]
+        beside = [left for one in stated if (left := _beside_the_budget(one, context)) is not None]
+        if not started and beside and min(beside) <= 0:  # the CUDA context alone takes more
             return Diagnosis("undetermined", enough=False, paste_also=more, weak_spot=spot, **common)
         return Diagnosis("ok", enough=started, paste_also=more, weak_spot=spot, **common)
     if harmless:
