@@ -1,5 +1,6 @@
 """Real vLLM on the CPU backend: the lab from top to bottom, failures as results, and nothing left behind."""
 
+import asyncio
 import json
 import os
 import signal
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import zmq.asyncio
+from jupyter_client.session import Session
 
 from live_vllm import kernel, vllm_processes, wait_until
 from memlab import cli, lab, notebook, rank_plots, record
@@ -255,6 +258,27 @@ def test_an_error_in_a_widget_fails_the_run(tmp_path, cell):
     with pytest.raises(NotebookError, match="division"):
         execute_cells(tmp_path, cell)
     assert (tmp_path / "out" / "99-test.ipynb").exists(), "the notebook up to the error is lost"
+
+
+def test_a_reply_whose_wake_up_was_taken_is_found_all_the_same(monkeypatch):
+    """Another view of the socket, through which nbclient answers an Output widget, takes it as it reads its events."""
+    monkeypatch.setattr(notebook, "LOOK_AGAIN_S", 0.2)
+    session = Session(key=b"a")
+
+    async def replies() -> str:
+        context = zmq.asyncio.Context()
+        plain = zmq.Context.shadow(context.underlying)
+        with context.socket(zmq.DEALER) as ours, plain.socket(zmq.DEALER) as kernel:
+            port = ours.bind_to_random_port("tcp://127.0.0.1")
+            kernel.connect(f"tcp://127.0.0.1:{port}")
+            waits = asyncio.ensure_future(notebook._ShellChannel(ours, session).get_msg(timeout=60))
+            await asyncio.sleep(0.5)
+            session.send(kernel, "execute_reply")
+            time.sleep(0.2)  # it arrives while the loop cannot look
+            zmq.Socket.shadow(ours.underlying).getsockopt(zmq.EVENTS)
+            return (await asyncio.wait_for(waits, 30))["msg_type"]
+
+    assert asyncio.run(replies()) == "execute_reply"
 
 
 def test_widgets_that_work_do_not_fail_the_run(tmp_path):

@@ -141,9 +141,7 @@ def _without_failure(run: Run, ledger, kv: StatedKV, harmless, common: dict, con
     if started or sized:
         more = () if started else ("what comes after the last line, up to “Application startup complete” or the error",)
         spot = weak_spot(run.events, ledger, kv, run, context)
-        stated = [stated_ledger(run.events, rank) for rank in ranks(run.events) or [None]]
-        beside = [left for one in stated if (left := _beside_the_budget(one, context)) is not None]
-        if not started and beside and min(beside) <= 0:  # the CUDA context alone takes more
+        if not started and _no_room_beside_the_budget(run.events, context):
             return Diagnosis("undetermined", enough=False, paste_also=more, weak_spot=spot, **common)
         return Diagnosis("ok", enough=started, paste_also=more, weak_spot=spot, **common)
     if harmless:
@@ -162,6 +160,12 @@ def _beside_the_budget(ledger: MemoryLedger | None, context: Context) -> float |
     total = context.card.total_gib if context.card else ledger.total_gib
     graphs = ledger.cuda_graphs_actual_gib if ledger.graphs_subtracted is False else None
     return total - ledger.budget_gib - (graphs or 0.0) if total else None
+
+
+def _no_room_beside_the_budget(events: list[Event], context: Context) -> bool:
+    """Whether a rank's budget leaves nothing for its CUDA context, which alone takes more."""
+    stated = (stated_ledger(events, rank) for rank in ranks(events) or [None])
+    return any((left := _beside_the_budget(one, context)) is not None and left <= 0 for one in stated)
 
 
 def weak_spot(events: list[Event], ledger: MemoryLedger | None, kv: StatedKV, run, context: Context) -> str | None:

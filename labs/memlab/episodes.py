@@ -87,7 +87,7 @@ class Reader:
         self.runs[-1].add(event)
 
 
-_BEFORESIZED = frozenset(PHASES[1 : PHASES.index("warming_up")])
+_BEFORE_SIZED = frozenset(PHASES[1 : PHASES.index("warming_up")])
 SIZED = frozenset((*PHASES[PHASES.index("warming_up") : PHASES.index("stopping")], "captured"))
 
 
@@ -112,7 +112,7 @@ def episodes(run: Run) -> list[Episode]:
             current.events.append(event)
             continue
         begins = phase_of(event)
-        if step in SIZED and begins in _BEFORESIZED:  # a line of another rank, late
+        if step in SIZED and begins in _BEFORE_SIZED:  # a line of another rank, late
             begins = None
         if event.kind == "graphs_captured":
             begins = "captured"

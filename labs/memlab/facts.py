@@ -22,9 +22,7 @@ from memlab.vllm_log import (
 
 _DEFAULT_UTILIZATION = 0.92  # vllm/config/cache.py, 0.25 to 0.33
 CONTEXTS_GIB = 1.5  # CUDA contexts of one's own processes and of the display take less
-_SERVER_GIB = (
-    2.0  # ranks of this server that have a context on this GPU too take less, each the same; so does a display
-)
+_SERVER_GIB = 2.0  # other ranks of this server with a context here take less, each the same; so does a display
 _NON_TORCH_GIB = 0.5  # usual on one GPU
 HIGHEST_UTILIZATION = 0.97  # above it the CUDA context alone fails vLLM's check of free memory on most cards
 

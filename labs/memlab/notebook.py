@@ -1,19 +1,26 @@
 """Execute a lab from top to bottom with no front end, and notice the failures that a front end would hide."""
 
+import contextlib
 import logging
+import math
 import os
 import re
 import sys
 import time
 from pathlib import Path
+from queue import Empty
 
 import nbformat
 import papermill
+from jupyter_client import AsyncKernelClient, AsyncKernelManager
+from jupyter_client.channels import AsyncZMQSocketChannel
+from traitlets import Type
 
 from memlab.errors import NotebookError
 
 LABS = Path(__file__).resolve().parent.parent
 TIMEOUT_S = 3600
+LOOK_AGAIN_S = 5
 _TRACEBACK = re.compile(r"Traceback \(most recent call last\)")
 
 
@@ -57,6 +64,7 @@ def execute(notebook: Path, output: Path, parameters: dict | None = None, enviro
                 log_output=True,
                 progress_bar=False,
                 execution_timeout=TIMEOUT_S,
+                kernel_manager_class=KernelManager,
             )
     except papermill.PapermillExecutionError as error:
         raise NotebookError(
@@ -71,6 +79,32 @@ def execute(notebook: Path, output: Path, parameters: dict | None = None, enviro
         raise NotebookError(f"{notebook.stem}: an error that the front end hides: {hidden[0]}. The notebook: {output}")
     sign(executed)
     return time.perf_counter() - start
+
+
+class _ShellChannel(AsyncZMQSocketChannel):
+    """A channel that looks again every few seconds for a message that it was not told of.
+
+    nbclient answers an Output widget through a second view of this socket (jupyter_client/session.py, ``send``). Where
+    a reply comes at that moment, the send takes the wake-up, and who waits for the reply waits for ever.
+    """
+
+    async def get_msg(self, timeout: float | None = None) -> dict:
+        left_s = math.inf if timeout is None else timeout
+        while left_s > LOOK_AGAIN_S:
+            with contextlib.suppress(Empty):
+                return await super().get_msg(LOOK_AGAIN_S)
+            left_s -= LOOK_AGAIN_S
+        return await super().get_msg(left_s)
+
+
+class _KernelClient(AsyncKernelClient):
+    shell_channel_class = Type(_ShellChannel)
+
+
+class KernelManager(AsyncKernelManager):
+    """The kernels of labs, see ``_ShellChannel``."""
+
+    client_factory = Type(_KernelClient)
 
 
 class _CellOutputOnTheTerminal:

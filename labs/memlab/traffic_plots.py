@@ -134,9 +134,8 @@ def _by_load_alt(group: _Group, names, peaks, waits, memory: str) -> str:
     timed = [key for key in keys if waits.get(key)]
     ttft = [f"{name} {_ms(statistics.median(waits[label, name]))}" for label, name in timed]
     who = f"With {group.label}, the" if group.label else "The"
-    return f"{who} most {memory}: {', '.join(each)}." + (
-        f" Median time to first token: {', '.join(ttft)}." if ttft else ""
-    )
+    said = f"{who} most {memory}: {', '.join(each)}."
+    return f"{said} Median time to first token: {', '.join(ttft)}." if ttft else said
 
 
 def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:

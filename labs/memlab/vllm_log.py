@@ -263,6 +263,8 @@ _BROKEN_FRAME = re.compile(
 )
 _BACKEND_FILES = ("cuda.py", "rocm.py", "xpu.py", "cpu.py", "selector.py", "interface.py")
 
+_ENGINE = _p(r"(?:(?P<engine>V[01]) )?LLM engine \(v(?P<vllm_version>\d[\w.+-]{1,40})\)")
+
 # First match wins, so what is frequent comes first and what is vague last. Sources are vLLM 0.33.0 unless said.
 ROWS: tuple[Row, ...] = (
     # Serving. v1/metrics/loggers.py:283-325; V0: engine/metrics.py.
@@ -286,12 +288,9 @@ ROWS: tuple[Row, ...] = (
     Row("version", "version ", (
         _p(r"(?:vLLM (?:API )?server|▀▄▀ █|API server) version (?P<vllm_version>\d[\w.+-]{1,40})"),
     ), vague=True),
-    Row("engine_dump", "Dumping input data for", (
-        _p(r"(?:(?P<engine>V[01]) )?LLM engine \(v(?P<vllm_version>\d[\w.+-]{1,40})\)"),
-    ), convert=_config),  # v1/engine/dump_input.py: the same words again where an engine dies
-    Row("engine_config", "LLM engine (v", (
-        _p(r"(?:(?P<engine>V[01]) )?LLM engine \(v(?P<vllm_version>\d[\w.+-]{1,40})\)"),
-    ), convert=_config, vague=True),
+    # The same words again where an engine dies: v1/engine/dump_input.py.
+    Row("engine_dump", "Dumping input data for", (_ENGINE,), convert=_config),
+    Row("engine_config", "LLM engine (v", (_ENGINE,), convert=_config, vague=True),
     Row("arguments", "non-default args:", (_p(r"non-default args: \{"),), until=r"\}\s*$", convert=_arguments),
     Row("resolved", "memlab resolved: ", (_p(r"memlab resolved: \{"),), until=r"\}\s*$", convert=_resolved),
     Row("runner", "V2 Model Runner", fixed={"runner": "V2"}),
