@@ -8,6 +8,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 AT_THE_START = frozenset(os.environ)
+OURS = ("MEMLAB_MODE", "MEMLAB_BACKEND", "MEMLAB_BOOK")
 
 
 def vllm_is_installed() -> bool:
@@ -31,12 +32,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True)
 def _clean_environment(monkeypatch, tmp_path):
-    for name in ("MEMLAB_MODE", "MEMLAB_BACKEND", "MEMLAB_BOOK"):  # the last is set by importing the book's extension
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path / "runs"))
+    """Gone for good, not through monkeypatch: a test that undoes its patches would get them back."""
+    for name in OURS:
+        os.environ.pop(name, None)
     for name in set(os.environ) - AT_THE_START:  # importing vLLM or torch sets some, which a record would name
         if name.startswith(("VLLM_", "NCCL_", "PYTORCH_", "CUDA_", "OMP_")):
-            monkeypatch.delenv(name)
+            del os.environ[name]
+    monkeypatch.setenv("MEMLAB_RUNS", str(tmp_path / "runs"))
 
 
 @pytest.fixture

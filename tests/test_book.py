@@ -131,6 +131,19 @@ def build_page(folder: Path, text: str, *options: str, records=()) -> tuple[subp
 # ---- the build ----
 
 
+def test_importing_the_extensions_leaves_the_environment_alone():
+    code = (
+        "import importlib, os, pathlib, sys\n"
+        "sys.path[:0] = ['book/_ext', 'labs']\n"
+        "before = dict(os.environ)\n"
+        "for each in sorted(pathlib.Path('book/_ext').glob('*.py')):\n"
+        "    importlib.import_module(each.stem)\n"
+        "print(sorted(set(os.environ.items()) ^ set(before.items())))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
 def test_building_starts_no_server_whatever_the_environment_asks_for(site):
     assert any("ipykernel" in line for line in site["started"]), "the audit saw no kernel start: it watches nothing"
     assert not [line for line in site["started"] if "vllm" in line or "memlab" in line]

@@ -33,9 +33,6 @@ from sphinx.util.nodes import make_refnode
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 sys.path.insert(0, str(ROOT / "labs"))
-# The labs in the book replay recorded runs: building it never starts a server, whatever the environment asks for. A
-# panel has no kernel behind it there: it leaves its place to run_browser.
-os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
 
 from memlab import (  # noqa: E402
     comparisons,
@@ -482,6 +479,9 @@ def read_records(app) -> None:
 
 
 def setup(app):
+    # The labs in the book replay recorded runs: building it never starts a server, whatever the environment asks for. A
+    # panel has no kernel behind it there: it leaves its place to run_browser.
+    os.environ.update(MEMLAB_MODE="replay", MEMLAB_BOOK="1")
     app.add_role("record", RecordValue())
     app.add_directive("record-figure", RecordFigure)
     app.add_directive("record-finding", RecordFinding)
