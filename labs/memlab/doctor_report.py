@@ -18,7 +18,7 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
         if one.missing_gib is not None:
             lines.append(f"   Missing: {show_gib(one.missing_gib)}")
         lines += [f"   {note}" for note in one.notes]
-        lines += [f"   line {line.line}: {line.text[:160]}" for line in one.evidence[:3]]
+        lines += [f"   line {line.line}: {clean(line.text, 160)}" for line in one.evidence[:3]]
         if one.fixes:
             lines.append("   What helps:")
         for fix in one.fixes[:fixes]:
@@ -33,7 +33,7 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
         lines += ["", "Ledger: " + ", ".join(f"{name} {show_gib(size)}" for name, size in ledger.items())]
     if found.weak_spot:
         lines.append(f"Weak spot: {_sentence(found.weak_spot)}")
-    lines += [f"Harmless, line {line.line}: {line.text[:100]} ({why})" for line, why in found.harmless]
+    lines += [f"Harmless, line {line.line}: {clean(line.text, 100)} ({why})" for line, why in found.harmless]
     if found.paste_also:
         lines += ["", "Paste also:"] + [f"- {what}" for what in found.paste_also]
     return "\n".join(clean(line, len(line)) for line in lines).strip("\n")

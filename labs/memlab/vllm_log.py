@@ -1541,8 +1541,13 @@ def scrub(text: str) -> str:
 
 
 def clean(text: object, limit: int = 200) -> str:
-    """Text of others for a terminal: no control characters, no direction marks, at most ``limit`` characters."""
-    return "".join(c if c.isprintable() else "\ufffd" for c in str(text)[:limit])
+    """Text of others for a terminal: no control characters, no direction marks, at most ``limit`` characters.
+
+    What is cut ends in ``…``.
+    """
+    whole = str(text)
+    shown = whole if len(whole) <= limit else whole[: limit - 1].rstrip() + "…"
+    return "".join(c if c.isprintable() else "\ufffd" for c in shown)
 
 
 def memory_lines(events: Iterable[Event], limit: int = 40, line_chars: int = 700) -> list[str]:
