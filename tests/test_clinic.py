@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fixtures_record import cuda_record
-from memlab import clinic, doctor, finding_view, flags, lab, record, sweep
+from memlab import clinic, doctor, finding_view, flags, lab, record, sweep, vllm_log
 from memlab.clinic import PATIENTS, Ward
 from memlab.errors import MemlabError, RecordError
 from memlab.widgets import Consultation
@@ -192,3 +192,25 @@ def test_the_whole_log_of_a_patient_is_one_start_that_fails_as_it_was_made_to_an
     cures = {"neighbour": "other processes (nvidia_smi)"}
     assert all(cures.get(name, name) in helps for cure in patient.cures for name in cure)
     assert not {fix.flag for fix in found.failures[0].fixes} & {flag for flag, _ in found.failures[0].will_not_help}
+
+
+def recorded_deaths(log: Path) -> list[record.RunRecord]:
+    """The records whose lines of memory this log has."""
+    lines = set(vllm_log.memory_lines(vllm_log.parse_file(log)))
+    return [run for run in record.read_all() if run.machine.name == "h200" and run.finding and lines >= set(run.log)]
+
+
+@pytest.mark.parametrize("log", DEATHS, ids=[log.stem for log in DEATHS])
+def test_a_record_whose_log_is_here_has_the_finding_of_todays_doctor(log):
+    """Where it has not: memlab records diagnose RECORD LOG."""
+    (run,) = recorded_deaths(log)
+    assert lab.diagnosed(run, vllm_log.parse_file(log)).finding == run.finding
+
+
+def test_a_record_takes_no_finding_from_the_log_of_another_run_and_none_where_nothing_failed():
+    (run,) = recorded_deaths(DEATHS[0])
+    with pytest.raises(RecordError, match="the log is not that of"):
+        lab.diagnosed(run, vllm_log.parse_file(DEATHS[1]))
+    served = next(each for each in record.read_all() if each.outcome == "ok")
+    with pytest.raises(RecordError, match="did not fail"):
+        lab.diagnosed(served, [])

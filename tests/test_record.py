@@ -292,4 +292,4 @@ def test_the_flags_that_a_server_states_are_ones_we_model():
 
 def test_a_run_on_a_played_card_says_so_wherever_it_is_shown():
     made = cuda_record(card="NVIDIA GeForce RTX 3090")
-    assert f"{made.machine.gpu} playing a NVIDIA GeForce RTX 3090" in made.where()
+    assert f"{made.machine.gpu} playing NVIDIA GeForce RTX 3090" in made.where()

@@ -142,7 +142,9 @@ def anchor(id: str) -> str:
 def link_to(run: record.RunRecord, text: str, tip: str, *classes: str) -> addnodes.pending_xref:
     """A link to a record's section."""
     link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=tip)
-    link += nodes.inline("", text, classes=list(classes))
+    words = nodes.Text(text)
+    words.support_smartquotes = False  # a line of a log keeps its dashes and quotes
+    link += nodes.inline("", "", words, classes=list(classes))
     return link
 
 
@@ -349,7 +351,7 @@ def in_words(name: str, value: str) -> str:
     if name in ("model", "machine", "traffic"):
         return value
     if name == "card":
-        return "no played card" if value == "none" else f"playing a {value}"
+        return "no played card" if value == "none" else f"playing {value}"
     if name == "enforce_eager":
         return "eager" if value == "on" else "CUDA graphs"
     return f"{name} {value}"
@@ -406,7 +408,7 @@ class RecordedRuns(SphinxDirective):
     def overview(self, runs) -> nodes.table:
         rows = []
         for run in runs:
-            played = f" playing a {run.card}" if run.card else ""
+            played = f" playing {run.card}" if run.card else ""
             link = link_to(run, (run.machine.gpu or "CPU backend") + played, run.id)
             peak = run.seen.peak_gib if run.seen else None
             rows.append(

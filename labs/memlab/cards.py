@@ -24,7 +24,10 @@ class Card:
         """Why this card cannot do what ``flags`` ask for, or None. An emulation must refuse it too."""
         if (flags.kv_cache_dtype or "auto").startswith("fp8") and self.compute_capability < (8, 9):
             capability = ".".join(map(str, self.compute_capability))
-            return f"{self.name} (compute capability {capability}) has no fp8: use kv_cache_dtype auto"
+            why = "has no fp8"
+            if self.compute_capability >= (8, 0):
+                why = "reads an fp8 KV cache through FlashInfer alone, which the labs do not rely on"
+            return f"{self.name} (compute capability {capability}) {why}: use kv_cache_dtype auto"
         return None
 
 

@@ -1,6 +1,7 @@
 """The command ``memlab``. Each subcommand imports what it needs, so that one without vLLM or NumPy still runs."""
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -70,6 +71,9 @@ def main(argv: list[str] | None = None) -> int:
     checking.add_argument("files", nargs="*", type=Path)
     keeping = which.add_parser("keep", help="promote live runs to labs/records, after a look for anything private")
     keeping.add_argument("ids", nargs="+", help="ids under runs/, or files")
+    again = which.add_parser("diagnose", help="put what today's doctor finds in a run's whole log into its record")
+    again.add_argument("file", type=Path, help="the record")
+    again.add_argument("log", type=Path, help="vLLM's whole output of that run")
     which.add_parser("schema", help="the schema as JSON Schema")
 
     arguments, rest = parser.parse_known_args(argv)
@@ -226,18 +230,24 @@ def _doctor(arguments) -> int:
     from memlab import doctor, vllm_log
 
     config = _config(arguments.config) if arguments.config else None
+    place = sys.stdin.fileno() if arguments.log == "-" else arguments.log
+    if arguments.log == "-" and sys.stdin.isatty():
+        print("Paste the log, then a line of its own with Ctrl-D.", file=sys.stderr)
+    with _readable(), vllm_log.open_log(place, closefd=arguments.log != "-") as file:
+        found = doctor.diagnose(vllm_log.parse_stream(file), arguments.served, config, arguments.card)
+    print(json.dumps(found.to_dict(), indent=1) if arguments.json else doctor.report(found))
+    return 0
+
+
+@contextlib.contextmanager
+def _readable():
+    """A log that cannot be read says what to do."""
     try:
-        place = sys.stdin.fileno() if arguments.log == "-" else arguments.log
-        if arguments.log == "-" and sys.stdin.isatty():
-            print("Paste the log, then a line of its own with Ctrl-D.", file=sys.stderr)
-        with vllm_log.open_log(place, closefd=arguments.log != "-") as file:
-            found = doctor.diagnose(vllm_log.parse_stream(file), arguments.served, config, arguments.card)
+        yield
     except OSError as error:
         raise MemlabError(
             f"{error.filename} cannot be read ({error.strerror}): give the file of vLLM's output"
         ) from error
-    print(json.dumps(found.to_dict(), indent=1) if arguments.json else doctor.report(found))
-    return 0
 
 
 def _short(path: Path) -> str:
@@ -263,6 +273,14 @@ def _records(arguments) -> int:
         for path in paths:
             record.read(path)
         print(f"{len(paths)} records hold")
+    elif arguments.action == "diagnose":
+        from memlab import lab, vllm_log
+
+        run = record.read(arguments.file)
+        with _readable(), vllm_log.open_log(arguments.log) as file:
+            found = lab.diagnosed(run, vllm_log.parse_stream(file))
+        record.write(found, arguments.file.parent)
+        print(f"{found.id}: {found.finding['phase']}")
     else:
         from memlab import lab
 

@@ -5,7 +5,7 @@ from memlab.units import show_gib
 from memlab.vllm_log import clean
 
 
-def report(found: Diagnosis, fixes: int = 4) -> str:
+def report(found: Diagnosis) -> str:
     """A diagnosis as text for a terminal, free of control characters."""
     lines = []
     if not found.failures:
@@ -21,7 +21,7 @@ def report(found: Diagnosis, fixes: int = 4) -> str:
         lines += [f"   line {line.line}: {clean(line.text, 160)}" for line in one.evidence[:3]]
         if one.fixes:
             lines.append("   What helps:")
-        for fix in one.fixes[:fixes]:
+        for fix in one.fixes:
             gain = "" if fix.gains_gib is None else f" [{show_gib(fix.gains_gib, signed=True)}]"
             to = change(fix.flag, fix.from_, fix.to)
             lines.append(f"   - {fix.flag}: {to}{gain}. {_sentence(fix.why)} Costs: {fix.costs}.")

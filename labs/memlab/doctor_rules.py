@@ -264,7 +264,7 @@ RULES: dict[str, Rule] = {
         Rule(
             "runtime_logprobs",
             "CUDA out of memory while serving, in _get_prompt_logprobs_dict or compute_logprobs",
-            "a request asked for logprobs: the logits of every prompt token over the whole vocabulary were not left",
+            "a request asked for logprobs: its prompt's logits, a row of the vocabulary for each token, had no room",
             (
                 ("no_prompt_logprobs", "no logits of the prompt are kept"),
                 ("whole_steps", "in the first model runner the logits are of a whole step's tokens"),

@@ -8,7 +8,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib import metadata
@@ -901,6 +901,24 @@ def keep(path: Path, folder: Path = RECORDS) -> Path:
     if problems:
         raise RecordError(f"{path.name} holds what must not be published: {'; '.join(sorted(set(problems)))}")
     return record.write(found, folder / found.machine.name / found.lab)
+
+
+def diagnosed(run: RunRecord, source: Iterable[vllm_log.Event]) -> RunRecord:
+    """The run with what the doctor of today finds in its whole log: rules get better, records stay.
+
+    Raises:
+        RecordError: for a run that did not fail, or a log that is not this run's.
+    """
+    if run.outcome not in record.DIAGNOSED:
+        raise RecordError(f"{run.id} did not fail ({run.outcome}): it has no finding")
+    events = list(source)
+    lines = vllm_log.memory_lines(events)
+    missing = next((line for line in run.log if line not in lines), None)
+    if missing:
+        raise RecordError(f"the log is not that of {run.id}, whose line is not in it: {vllm_log.clean(missing)}")
+    shape = run.model.shape or None
+    found = doctor.finding(events, run.served_flags, shape, run.card, run.machine.total_gib)
+    return replace(run, finding=record.without_none(found))
 
 
 def summary(found: RunRecord) -> str:

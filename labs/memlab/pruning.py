@@ -58,6 +58,8 @@ class Plan:
             return " ".join(word for word in words[id(setting)] if word not in shared) or "nothing else"
 
         lines = [f"{runs} recorded runs; live {lasts}" if self.replayed else f"{runs} runs, {lasts}"]
+        if not runs:
+            lines = ["nothing to run: each setting is pruned" if self.pruned else "nothing to run"]
         lines += [f"  all     {' '.join(shared)}"] if shared else []
         lines += [f"  run     {own(setting)}" for setting in self.settings]
         lines += [f"  pruned  {own(pruned.setting)}: {pruned.why}" for pruned in self.pruned]

@@ -381,7 +381,7 @@ class RunRecord:
         else:
             hardware = "hardware not seen"
         if self.card:
-            hardware += f" playing a {self.card}"
+            hardware += f" playing {self.card}"
         weights = ", dummy weights" if self.model.load_format == "dummy" else ""
         return f"{self.model.name}{weights}, vLLM {self.engine.vllm}, {hardware}, {self.recorded_at[:10]}"
 
