@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fixtures_record as fixtures
-from memlab import plots
+from memlab import plots, record
 from memlab.ledger import TERMS
 from memlab.units import show_gib
 
@@ -51,6 +51,22 @@ def test_the_timeline_names_peak_time_and_phase():
     alt = plots.timeline(EAGER).alt
     assert f"peaks at {show_gib(EAGER.seen.peak_gib)} after 30.0 s, in the phase traffic" in alt
     assert "0.30 GiB above context and budget (32.40 GiB)" in alt
+
+
+@pytest.mark.parametrize("ids", [("ab8ff5",), ("ab8ff5", "aadb02", "ba81bb"), ("405dad", "3474cd", "604056", "77832b")])
+def test_no_curve_and_no_other_name_crosses_the_name_of_the_budget(ids):
+    found = [each for each in record.read_all() if each.id.endswith("-r1") and "llama" in each.id]
+    runs = [next(each for each in found if f"-{part}-" in each.id) for part in ids]
+    figure = plots.timeline(*runs).draw("black")
+    figure.canvas.draw()
+    axes = figure.axes[0]
+    texts = {text.get_text(): text.get_window_extent() for text in axes.texts}
+    name = next(box for text, box in texts.items() if "budget" in text)
+    assert not any(name.overlaps(box) for text, box in texts.items() if box is not name and text.startswith("peak"))
+    curves = [line for line in axes.lines if len(line.get_xdata()) > 2]
+    assert len(curves) == len(runs)
+    for line in curves:
+        assert not line.get_path().transformed(axes.transData).intersects_bbox(name, filled=False)
 
 
 def test_the_timeline_of_a_cpu_run_speaks_of_host_memory_only():

@@ -1,5 +1,6 @@
 """Figures of traffic: what a load took, what is slack and what is not, what a full pool looks like."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,17 @@ def test_repeats_of_a_setting_are_one_line_with_the_span_of_their_values():
     assert {row[0].count("512") for row in rows} == {0, 1}
     long = next(row for row in rows if row[0].endswith("8,000") and "512" not in row[0])
     assert " to " in long[1], "the two starts differ, and the table shows it"
+
+
+def test_a_load_that_a_server_could_not_take_is_a_gap_in_its_line():
+    both = served(peak_gib=28.4)
+    third = replace(both.loads[1], traffic=Traffic(16000, 16, 3, 1), start_s=40.0, end_s=43.0)
+    both = replace(both, loads=[*both.loads, third])
+    fewer = replace(both, id="synthetic-fewer", loads=[both.loads[0], third])
+    fewer = replace(fewer, flags=replace(fewer.flags, given={**fewer.flags.given, "max_num_batched_tokens": 512}))
+    upper = traffic_plots.by_load(both, fewer).draw("black").axes[0]
+    lines = [line for line in upper.lines if len(line.get_xdata()) == 3]
+    assert [[math.isnan(y) for y in line.get_ydata()] for line in lines] == [[False] * 3, [False, True, False]]
 
 
 def test_the_allocators_parts_add_up_to_what_the_driver_saw():

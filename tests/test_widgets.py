@@ -102,7 +102,7 @@ def test_an_emulated_card_brings_its_own_defaults():
     made = make("h200")
     made.set(card="NVIDIA GeForce RTX 3090")
     assert (made.default("max_num_batched_tokens"), made.default("max_num_seqs")) == (2048, 256)
-    assert "fp8" not in made.control("kv_cache_dtype").values, "compute capability 8.6 has no fp8"
+    assert "fp8" not in made.control("kv_cache_dtype").values, "below 8.9 FlashInfer alone reads fp8"
 
 
 def test_what_the_cpu_backend_does_not_have_is_off_and_says_why():
@@ -470,6 +470,19 @@ def test_a_flag_left_to_vllm_replays_the_run_that_was_given_its_default():
     made = Panel("05-batched-tokens", here, "tiny-llama", base, list(recorded.sent))
     assert made.settings.flags.max_num_batched_tokens == 2048, "what vllm serve takes on the CPU backend"
     assert made.word == ""
+
+
+def test_a_flag_given_as_vllms_default_replays_the_run_that_left_it_to_vllm():
+    recorded = next(run for run in record.read_all() if run.lab == "02-prefill" and run.machine.name == "h200")
+    here = lab.Here("replay", "cuda", recorded.machine)
+    base = ServeFlags(gpu_memory_utilization=0.25, max_model_len=66560, max_num_seqs=64, enforce_eager=True)
+    made = Panel("02-prefill", here, "llama-3.1-8b", base.with_(max_num_batched_tokens=8192), list(recorded.sent))
+    assert (made.settings.flags.max_num_batched_tokens, made.word) == (None, ""), "8192 is an H200's default"
+    made.set(max_num_batched_tokens=32768)
+    assert made.settings.flags.max_num_batched_tokens == 32768
+    smaller = dict(gpu_memory_utilization=0.9, max_model_len=16384, max_num_batched_tokens=2048)
+    assert made.set(card="NVIDIA GeForce RTX 3090", **smaller) == "", "2048 is that card's"
+    assert made.settings.card == "NVIDIA GeForce RTX 3090"
 
 
 def test_a_replayed_run_is_shown_at_once_and_says_that_it_is_one():

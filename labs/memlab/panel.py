@@ -275,14 +275,16 @@ class Panel:
     def _snap(self, wanted: Settings, moved: tuple[str, ...]) -> None:
         """To the recorded run nearest to ``wanted``: one that has what was ``moved``, where there is one.
 
-        A flag that is unset and one that was recorded with vLLM's default for it are the same run.
+        A flag that is unset and one that has vLLM's default for it are the same run, whichever of the two was recorded.
         """
-        taken = self._resolve(wanted.flags)
+        taken = self._resolve(wanted.flags, wanted.card)
 
         def differs(point: Settings, name: str) -> bool:
-            asked = wanted.value(name)
+            asked, known = wanted.value(name), point.value(name)
+            if name in FLAGS and known is None and asked is not None:
+                known = getattr(self._resolve(point.flags, point.card), name)
             asked = getattr(taken, name) if asked is None and name in FLAGS else asked
-            return point.value(name) not in (asked, wanted.value(name))
+            return known not in (asked, wanted.value(name))
 
         def distance(point: Settings) -> tuple[int, int, int]:
             literally = [name for name in NAMES if point.value(name) != wanted.value(name)]
@@ -415,18 +417,19 @@ class Panel:
             return _DEFAULTS[name]
         if name not in FLAGS or self.shape is None:
             return None
-        return getattr(self._resolve(self.settings.flags.with_(**{name: None})), name)
+        return getattr(self._resolve(self.settings.flags.with_(**{name: None}), self.settings.card), name)
 
     @property
     def resolved(self) -> ServeFlags:
         """The flags with the scheduler's filled in as vLLM would; as given for a model whose limit is not known."""
-        return self._resolve(self.settings.flags)
+        return self._resolve(self.settings.flags, self.settings.card)
 
-    def _resolve(self, asked: ServeFlags) -> ServeFlags:
+    def _resolve(self, asked: ServeFlags, card: str | None) -> ServeFlags:
+        """``asked`` as vLLM fills it in on this machine, or on the ``card`` that it plays."""
         if self.shape is None:
             return asked
         length = self.shape.max_position_embeddings
-        return record.resolve(asked, self.here.machine, self.here.backend, self.vllm, length, self.settings.card)
+        return record.resolve(asked, self.here.machine, self.here.backend, self.vllm, length, card)
 
     # ---- what is legal ----
 

@@ -409,12 +409,14 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
     if budget:
         top = max(top, budget[1])
         axes.axhline(budget[1], color=ink, linestyle=(0, (6, 3)), linewidth=1)
+        left, above = _budget_name_at(lines, highest, budget[1], end)
         axes.annotate(
             f"{budget[0]} {show_gib(budget[1])}",
-            (0, budget[1]),
-            xytext=(4, -4),
+            (0 if left else end * 1.01, budget[1]),
+            xytext=(4 if left else -4, 6 if above else -4),
             textcoords="offset points",
-            va="top",
+            ha="left" if left else "right",
+            va="bottom" if above else "top",
             color=ink,
         )
     axes.set(xlabel="seconds since the start", ylabel=f"{memory}, GiB", xlim=(0, end * 1.01), ylim=(0, top * 1.12))
@@ -424,6 +426,22 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
         columns = min(columns, len(lines))
         figure.legend(loc="outside lower left", ncols=columns, frameon=False, labelcolor=ink)
     return figure
+
+
+def _budget_name_at(lines, highest, budget: float, end: float) -> tuple[bool, bool]:
+    """Whether the budget's name stands on the left, and whether above its line: where no curve nor the peak's name is.
+
+    Its place is below the line on the left, before any curve has risen. Where one rises early, it goes above the line,
+    on the side that the peak's name leaves free. Each name takes less than 0.4 of the width.
+    """
+    under = any(
+        second < 0.4 * end and 0.85 * budget < gib
+        for line in lines
+        for second, gib in zip(line.time_s, line.used_gib, strict=True)
+    )
+    peak = highest.peak[1] / end
+    named = (peak - 0.25, peak) if peak > 0.7 else (peak, peak + 0.25)
+    return not under or named[0] > 0.4, under
 
 
 def _mark_phases(axes, phases, end: float, ink: str) -> None:

@@ -5,6 +5,7 @@ their medians.
 """
 
 import itertools
+import math
 import statistics
 from dataclasses import dataclass, replace
 
@@ -148,9 +149,13 @@ def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:
             known = [i for i, name in enumerate(names) if values.get((group.label, name))]
             found = [values[group.label, names[i]] for i in known]
             places = [i + shift for i in known]
-            medians = [statistics.median(each) for each in found]
+            # A load that this server could not take leaves a gap: a line across it would read as a value.
+            medians = [math.nan] * len(names)
+            for i, each in zip(known, found, strict=True):
+                medians[i] = statistics.median(each)
+            every = [i + shift for i in range(len(names))]
             label = group.label if axes is upper else None
-            axes.plot(places, medians, color=colour, linestyle=dash, linewidth=1.6, label=label or None)
+            axes.plot(every, medians, color=colour, linestyle=dash, linewidth=1.6, label=label or None)
             for place, each in zip(places, found, strict=True):
                 marker = MARKERS[number % len(MARKERS)]
                 axes.plot([place] * len(each), each, marker, color=colour, markersize=4, alpha=0.8)
