@@ -202,14 +202,20 @@ def held(name: str, key: str, source: Path):
     (path,) = (source / "labs" / "records").rglob(f"{aliases[name]}.json")
     value = record.read(path)
     for part in key.split("."):
-        value = value[part] if isinstance(value, dict) else getattr(value, part)
+        if isinstance(value, list):
+            value = value[int(part)]
+        else:
+            value = value[part] if isinstance(value, dict) else getattr(value, part)
     return value
 
 
 def expected(role: tuple[str, ...], source: Path) -> str:
     name, key, name2, key2 = role
-    value = held(name, key, source) - (held(name2, key2, source) if name2 else 0)
-    if key.endswith("_gib"):
+    value = held(name, key, source)
+    if isinstance(value, str):
+        return value
+    value -= held(name2, key2, source) if name2 else 0
+    if re.search(r"_gib(\.\d+)?$", key):
         return units.show_gib(value, signed=bool(name2))
     sign = "−" if value < 0 else "+" if name2 else ""
     return sign + units.show_tokens(abs(value))

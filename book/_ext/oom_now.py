@@ -69,8 +69,8 @@ def bullets(items: list[list[nodes.Node]]) -> nodes.bullet_list:
 
 
 def link(target: str, text: str) -> nodes.paragraph:
-    reference = nodes.reference("", text, refid=target, internal=True)
-    reference.support_smartquotes = False  # vLLM's own words
+    # vLLM's own words keep their dashes and quotes.
+    reference = nodes.reference("", text, refid=target, internal=True, support_smartquotes=False)
     return nodes.paragraph("", "", reference)
 
 

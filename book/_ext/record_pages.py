@@ -142,9 +142,8 @@ def anchor(id: str) -> str:
 def link_to(run: record.RunRecord, text: str, tip: str, *classes: str) -> addnodes.pending_xref:
     """A link to a record's section."""
     link = addnodes.pending_xref("", refdomain="", reftype="record", reftarget=run.id, reftitle=tip)
-    words = nodes.Text(text)
-    words.support_smartquotes = False  # a line of a log keeps its dashes and quotes
-    link += nodes.inline("", "", words, classes=list(classes))
+    # A line of a log keeps its dashes and quotes.
+    link += nodes.inline("", text, classes=list(classes), support_smartquotes=False)
     return link
 
 
