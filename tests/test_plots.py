@@ -304,3 +304,14 @@ def test_a_start_that_was_refused_before_vllm_stated_anything_still_has_its_pred
     assert table.header == ("term", "predicted", "seen"), "no difference from a ledger that was never stated"
     assert plots.ledger(refused).alt
     assert plots.timeline(refused).alt
+
+
+def test_the_peak_of_each_run_is_told_from_its_own_budget():
+    half = replace(EAGER.stated, budget_gib=EAGER.stated.budget_gib / 2)
+    smaller = replace(EAGER, ranks=[replace(EAGER.ranks[0], stated=half)])
+    unknown = replace(EAGER, ranks=[replace(EAGER.ranks[0], stated=None, seen=None)])
+    first, second, third = plots.timeline(EAGER, smaller, unknown).alt.split("Highest")[0].split(". The ")
+    ends = [show_gib(plots.budget_line(run)[1]) for run in (EAGER, smaller)]
+    assert ends[0] in first
+    assert ends[1] in second and ends[0] not in second
+    assert "budget" not in third

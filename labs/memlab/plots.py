@@ -241,12 +241,13 @@ def budget_line(record: RunRecord, rank: int = 0) -> tuple[str, float] | None:
 
 @dataclass(frozen=True)
 class _Line:
-    """One rank's memory over time; ``phases`` are (name, start, highest GiB in it)."""
+    """One rank's memory over time; ``phases`` are (name, start, highest GiB in it), ``budget`` by ``budget_line``."""
 
     label: str
     time_s: list[float]
     used_gib: list[float]
     phases: list[tuple[str, float, float]]
+    budget: tuple[str, float] | None = None
 
     @property
     def peak(self) -> tuple[float, float]:
@@ -267,7 +268,8 @@ def _lines(records) -> list[_Line]:
             parts = [label, f"rank {number}" if sum(one.timeline is not None for one in record.ranks) > 1 else ""]
             line = rank.timeline
             phases = _phases(record.phases, line)
-            found.append(_Line(", ".join(filter(None, parts)), line.time_s, line.used_gib, phases))
+            label_of_rank = ", ".join(filter(None, parts))
+            found.append(_Line(label_of_rank, line.time_s, line.used_gib, phases, budget_line(record, number)))
     if not found:
         raise ValueError("no record here holds a timeline: it was recorded without sampling memory")
     return found
@@ -299,7 +301,6 @@ def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plo
     records = (record, *more)
     lines = _lines(records)
     memory = memory_name(records)
-    budget = budget_line(record)
     rows = [
         (line.label or record.model.name, name, f"{start:.1f} s", show_gib(highest))
         for line in lines
@@ -308,10 +309,10 @@ def timeline(record: RunRecord, *more: RunRecord, replayed: bool = False) -> Plo
     header = ("run", "phase", "from", f"most {memory}")
     return Plot(
         title=f"{capitalised(memory)} over time",
-        alt=_timeline_alt(lines, memory, budget),
+        alt=_timeline_alt(lines, memory),
         caption=caption(records, replayed),
         table=Table(f"{capitalised(memory)} by phase, baseline subtracted", header, tuple(rows)),
-        draw=lambda ink: _draw_timeline(lines, memory, budget, ink),
+        draw=lambda ink: _draw_timeline(lines, memory, budget_line(record), ink),
     )
 
 
@@ -333,7 +334,7 @@ def live(timelines: list[Timeline], phases: list[Phase]) -> Plot:
     rows = [(line.label or "so far", show_gib(line.used_gib[-1]), show_gib(line.peak[0])) for line in lines]
     return Plot(
         title=f"{capitalised(memory)} so far",
-        alt=_timeline_alt(lines, memory, None),
+        alt=_timeline_alt(lines, memory),
         caption="A run that goes on",
         table=Table(f"{capitalised(memory)} so far", ("", "now", "peak"), tuple(rows)),
         draw=lambda ink: _draw_timeline(lines, memory, None, ink),
@@ -345,7 +346,7 @@ def _marked(lines: list[_Line]) -> _Line:
     return max(lines, key=lambda line: len(line.phases))
 
 
-def _timeline_alt(lines, memory: str, budget) -> str:
+def _timeline_alt(lines, memory: str) -> str:
     sentences = []
     for line in lines:
         peak, time = line.peak
@@ -353,11 +354,12 @@ def _timeline_alt(lines, memory: str, budget) -> str:
         who = f" of {line.label}" if line.label else ""
         during = f", in the phase {phase}" if phase else ""
         sentence = f"The {memory}{who} peaks at {show_gib(peak)} after {time:.1f} s{during}"
-        if budget:
-            above = peak - budget[1]
+        if line.budget:
+            name, end = line.budget
+            above = peak - end
             side = "above" if above > 0 else "below"
             distance = "level with" if abs(above) < 0.005 else f"{show_gib(abs(above))} {side}"
-            sentence += f", {distance} {budget[0]} ({show_gib(budget[1])})"
+            sentence += f", {distance} {name} ({show_gib(end)})"
         sentences.append(sentence + ".")
     marked = _marked(lines)
     steps = ", ".join(f"{name} {show_gib(highest)}" for name, _, highest in marked.phases)
