@@ -148,10 +148,18 @@ def test_records_are_told_apart_by_what_differs():
     assert plots.labels(EAGER) == [""]
 
 
+def test_names_take_fewer_words_where_vllms_take_too_many():
+    given = ({"max_num_batched_tokens": 8192}, {"max_num_batched_tokens": 16384, "enable_chunked_prefill": False})
+    resolved = {**EAGER.flags.resolved, "enable_chunked_prefill": True}
+    served = [replace(EAGER, flags=replace(EAGER.flags, given=one, resolved=resolved)) for one in given]
+    assert plots.names(*served) == ["8,192 tokens a step, chunking", "16,384 tokens a step, chunking off"]
+
+
 def test_runs_that_differ_in_too_much_for_a_name_are_told_apart_by_how_they_failed():
     flags = [
-        replace(EAGER.flags, given={**EAGER.flags.given, "max_model_len": length, "gpu_memory_utilization": share})
-        for length, share in ((131072, 0.123456), (262144, 0.234567))
+        replace(EAGER.flags, given={**EAGER.flags.given, **dict.fromkeys(names, value)})
+        for names in (("max_model_len", "max_num_batched_tokens", "max_num_seqs"),)
+        for value in (131072, 262144)
     ]
     served = [replace(EAGER, flags=one) for one in flags]
     assert plots.names(*served) == ["run 1", "run 2"]

@@ -13,6 +13,7 @@ import html
 import io
 import itertools
 import re
+import textwrap
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -126,8 +127,8 @@ def caption(records, replayed: bool) -> str:
     return "; ".join(seen) + (" · replayed from the record" if replayed else "")
 
 
-def labels(*records: RunRecord) -> list[str]:
-    """A short name for each record: what it does not share with the others."""
+def labels(*records: RunRecord, short: bool = False) -> list[str]:
+    """A name for each record: what it does not share with the others, by vLLM's names or ``short``."""
     facts = [_facts(record) for record in records]
     names = [name for name in dict.fromkeys(name for each in facts for name in each)]
     for each, record in zip(facts, records, strict=True):  # what one asked for, another has by default
@@ -138,15 +139,16 @@ def labels(*records: RunRecord) -> list[str]:
         differing = telling
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
-    return [", ".join(filter(None, (fact(name, each.get(name)) for name in differing))) for each in facts]
+    say = _short_fact if short else fact
+    return [", ".join(filter(None, (say(name, each.get(name)) for name in differing))) for each in facts]
 
 
 def names(*records: RunRecord) -> list[str]:
-    """``labels`` that are short enough for a figure; else the phase in which each failed; else runs by number, which a
-    table has to explain."""
-    found = labels(*records)
-    if max(map(len, found)) <= 40:
-        return found
+    """``labels`` that are short enough for a figure, in fewer words where vLLM's take too many; else the phase in which
+    each failed; else runs by number, which a table has to explain."""
+    for found, most in ((labels(*records), 40), (labels(*records, short=True), 52)):
+        if max(map(len, found)) <= most:
+            return found
     phases = [(record.finding or {}).get("phase") for record in records]
     if None not in phases and len(set(phases)) == len(phases):
         return phases
@@ -189,6 +191,24 @@ def fact(name: str, value) -> str:
     if isinstance(value, bool):
         return name if value else f"no {name}"
     return f"{name} {'unset' if value is None else value}"
+
+
+_SHORT = {
+    "gpu_memory_utilization": "utilization {}",
+    "max_model_len": "length {:,}",
+    "max_num_batched_tokens": "{:,} tokens a step",
+    "max_num_seqs": "{:,} sequences",
+    "kv_cache_dtype": "{} KV cache",
+}
+
+
+def _short_fact(name: str, value) -> str:
+    """A flag and its value in the fewest words that tell it."""
+    if name == "enable_chunked_prefill":
+        return "chunking" if value else "chunking off"
+    if name == "long_prefill_token_threshold":
+        return f"at most {value:,} of one prompt" if value else ""
+    return _SHORT[name].format(value) if name in _SHORT and value is not None else fact(name, value)
 
 
 def words(name: str) -> str:
@@ -399,9 +419,10 @@ def _draw_timeline(lines, memory: str, budget, ink: str) -> Figure:
         axes.plot([line.peak[1]], [line.peak[0]], "o", color=colour, markersize=6)
     highest = max(lines, key=lambda line: line.peak[0])
     late = highest.peak[1] > 0.7 * end
+    crossed = budget and 0 < budget[1] - highest.peak[0] < 0.1 * top  # by the budget's line: the name goes above it
     axes.annotate(
         f"peak {show_gib(highest.peak[0])}",
-        (highest.peak[1], highest.peak[0]),
+        (highest.peak[1], budget[1] if crossed else highest.peak[0]),
         xytext=(-8 if late else 8, 7),
         textcoords="offset points",
         ha="right" if late else "left",
@@ -587,6 +608,15 @@ def _largest_difference(records) -> str:
     return f"From {first} to {second}, {words(name)} changes most: {difference(before[name], after[name])}."
 
 
+def wrapped(label: str, width: int = 34) -> str:
+    """A label in lines of about so many characters, broken after its commas."""
+    lines = []
+    for line in label.split("\n"):
+        parts = textwrap.wrap(line.replace(" ", "\xa0").replace(",\xa0", ", "), width, break_long_words=False)
+        lines += [part.replace("\xa0", " ") for part in parts]
+    return "\n".join(lines)
+
+
 def draw_bars(bars: list[Bar], ink: str, each: float = 0.72) -> Figure:
     """Stacked bars, one below the other, ``each`` of so many inches."""
     figure, axes = subplots(ink, 7.5, 1.7 + each * len(bars))
@@ -606,7 +636,7 @@ def draw_bars(bars: list[Bar], ink: str, each: float = 0.72) -> Figure:
         _draw_headroom(axes, row, left, bar, limit, ink)
         if bar.budget_end is not None:
             axes.plot([bar.budget_end] * 2, [row - 0.28, row + 0.4], color=ink, linewidth=2.2)
-    axes.set_yticks(range(len(bars)), [bar.label for bar in bars])
+    axes.set_yticks(range(len(bars)), [wrapped(bar.label) for bar in bars])
     has_budget = any(bar.budget_end is not None for bar in bars)
     xlabel = "GiB; a heavy line ends context and budget" if has_budget else "GiB"
     axes.set(xlabel=xlabel, xlim=(0, limit), ylim=(len(bars) - 0.5, -0.62))
