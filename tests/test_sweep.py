@@ -90,7 +90,7 @@ def test_a_gpu_with_less_free_than_the_smaller_card_is_refused():
 
 def test_an_emulated_card_refuses_what_the_real_one_cannot_do():
     place = lab.Here("live", "cuda", cuda_record().machine)
-    with pytest.raises(FlagError, match="no fp8"):
+    with pytest.raises(FlagError, match="through FlashInfer alone"):
         lab._check_emulation(place, cards.find("3090"), ServeFlags(kv_cache_dtype="fp8"))
     with pytest.raises(MemlabError, match="too small"):
         lab._check_emulation(place, cards.find("5090").__class__("Big", 200.0, (9, 0)), ServeFlags())
