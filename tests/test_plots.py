@@ -156,9 +156,9 @@ def test_names_take_fewer_words_where_vllms_take_too_many():
 
 
 def test_runs_that_differ_in_too_much_for_a_name_are_told_apart_by_how_they_failed():
+    differing = ("max_model_len", "max_num_batched_tokens", "max_num_seqs")
     flags = [
-        replace(EAGER.flags, given={**EAGER.flags.given, **dict.fromkeys(names, value)})
-        for names in (("max_model_len", "max_num_batched_tokens", "max_num_seqs"),)
+        replace(EAGER.flags, given={**EAGER.flags.given, **dict.fromkeys(differing, value)})
         for value in (131072, 262144)
     ]
     served = [replace(EAGER, flags=one) for one in flags]

@@ -916,8 +916,7 @@ def diagnosed(run: RunRecord, source: Iterable[vllm_log.Event]) -> RunRecord:
     missing = next((line for line in run.log if line not in lines), None)
     if missing:
         raise RecordError(f"the log is not that of {run.id}, whose line is not in it: {vllm_log.clean(missing)}")
-    shape = run.model.shape or None
-    found = doctor.finding(events, run.served_flags, shape, run.card, run.machine.total_gib)
+    found = doctor.finding(events, run.served_flags, run.model.shape or None, run.card, run.machine.total_gib)
     return replace(run, finding=record.without_none(found))
 
 

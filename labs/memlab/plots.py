@@ -139,7 +139,7 @@ def labels(*records: RunRecord, short: bool = False) -> list[str]:
         differing = telling
     if len(records) > 1 and not differing:
         return [f"run {number}" for number in range(1, len(records) + 1)]
-    say = _short_fact if short else fact
+    say = short_fact if short else fact
     return [", ".join(filter(None, (say(name, each.get(name)) for name in differing))) for each in facts]
 
 
@@ -202,7 +202,7 @@ _SHORT = {
 }
 
 
-def _short_fact(name: str, value) -> str:
+def short_fact(name: str, value) -> str:
     """A flag and its value in the fewest words that tell it."""
     if name == "enable_chunked_prefill":
         return "chunking" if value else "chunking off"

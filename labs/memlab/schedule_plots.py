@@ -21,12 +21,9 @@ PROMPTS, ANSWERS = plots.STYLE["activation"], plots.STYLE["kv_cache"]
 def setting_name(record: RunRecord) -> str:
     """How a run's scheduler fills a step, in a few words."""
     resolved = record.flags.resolved
-    parts = [f"{resolved['max_num_batched_tokens']:,} tokens a step"]
-    if resolved.get("enable_chunked_prefill") is False:
-        parts.append("chunking off")
-    if resolved.get("long_prefill_token_threshold"):
-        parts.append(f"at most {resolved['long_prefill_token_threshold']:,} of one prompt")
-    return ", ".join(parts)
+    off = resolved.get("enable_chunked_prefill") is False
+    told = ("max_num_batched_tokens", *(["enable_chunked_prefill"] if off else []), "long_prefill_token_threshold")
+    return ", ".join(filter(None, (plots.short_fact(name, resolved.get(name)) for name in told)))
 
 
 @dataclass(frozen=True)

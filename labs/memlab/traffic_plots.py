@@ -146,16 +146,12 @@ def _draw_by_load(groups, names, peaks, waits, memory: str, ink: str) -> Figure:
     for number, (group, (colour, dash)) in enumerate(zip(groups, itertools.cycle(LINES), strict=False)):
         shift = (number - (len(groups) - 1) / 2) * 0.12
         for axes, values in zip(all_axes, (peaks, waits), strict=False):
-            known = [i for i, name in enumerate(names) if values.get((group.label, name))]
-            found = [values[group.label, names[i]] for i in known]
-            places = [i + shift for i in known]
+            found = [values.get((group.label, name)) or [] for name in names]
+            places = [i + shift for i in range(len(names))]
             # A load that this server could not take leaves a gap: a line across it would read as a value.
-            medians = [math.nan] * len(names)
-            for i, each in zip(known, found, strict=True):
-                medians[i] = statistics.median(each)
-            every = [i + shift for i in range(len(names))]
+            medians = [statistics.median(each) if each else math.nan for each in found]
             label = group.label if axes is upper else None
-            axes.plot(every, medians, color=colour, linestyle=dash, linewidth=1.6, label=label or None)
+            axes.plot(places, medians, color=colour, linestyle=dash, linewidth=1.6, label=label or None)
             for place, each in zip(places, found, strict=True):
                 marker = MARKERS[number % len(MARKERS)]
                 axes.plot([place] * len(each), each, marker, color=colour, markersize=4, alpha=0.8)
