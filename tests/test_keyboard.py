@@ -74,6 +74,7 @@ class Reader:
         for number in range(self.ids.index(first), self.ids.index(last) + 1):
             self._press_in_cell("Shift+Enter", number + 1)
         self.cell(last).locator(".jp-OutputArea-output").first.wait_for()
+        assert not self.cell(last).get_by_text("Traceback").count(), self.cell(last).inner_text()
 
     def _press_in_cell(self, key: str, leads_to: int) -> None:
         self.press(key)
@@ -119,6 +120,7 @@ def reader(request, browser, tmp_path, monkeypatch):  # noqa: F811
         tab = open_one(browser, f"http://127.0.0.1:{port}/lab/tree/01-ledger.ipynb?token={token}")
         tab.set_default_timeout(60_000)
         tab.locator(".jp-Cell:focus").wait_for()
+        tab.get_by_text("| Idle").wait_for()  # before its kernel is there, a cell that is run is passed over
         yield Reader(tab, tmp_path / "labs" / "01-ledger.ipynb")
         tab.close()
     finally:
