@@ -16,13 +16,13 @@ import zmq.asyncio
 from jupyter_client.session import Session
 
 from live_vllm import kernel, vllm_processes, wait_until
-from memlab import cli, lab, notebook, rank_plots, record
+from memlab import cli, lab, models, notebook, rank_plots, record, server, warm
 from memlab.errors import NotebookError, ServerError
 from memlab.flags import ServeFlags
 from memlab.record import Traffic
 from memlab.server import Server
 from memlab.units import GIB
-from memlab.warm import Warm
+from memlab.warm import LoadGenerator, Warm
 
 ROOT = Path(__file__).resolve().parent.parent
 LABS = ROOT / "labs"
@@ -210,17 +210,50 @@ def test_two_ranks_of_one_server_each_state_their_half_and_a_grid_of_them_resume
 
 
 @pytest.mark.live
-def test_a_warm_process_becomes_the_server_and_another_the_load(monkeypatch, tmp_path):
-    monkeypatch.setattr(lab, "ROOMY_CORES", 1)
-    warm = lab.warm_up()
-    started_in = warm.child.pid
-    found = lab.run("tiny-llama", TINY.with_(max_num_seqs=7), Traffic(64, 8, requests=4), mode="live", warm=warm)
-    assert found.outcome == "ok" and found.latency.completed == 4
+def test_a_warm_process_becomes_the_server():
+    made = Warm(lab.LOCAL_ENV)
+    started_in = made.child.pid
+    found = lab.run("tiny-llama", TINY.with_(max_num_seqs=7), mode="live", warm=made)
+    assert found.outcome == "ok"
     assert found.flags.resolved["max_num_seqs"] == 7
-    assert not warm.waiting and warm.child.pid == started_in
+    assert not made.waiting and made.child.pid == started_in
     assert "CPU KV cache size" in "".join(found.log), "the log of the run is not that of the process that was waiting"
     assert vllm_processes() == []
-    warm.stop()
+    made.stop()
+
+
+@pytest.mark.live
+def test_one_load_generator_serves_the_loads_of_every_run_and_ends_when_idle(monkeypatch):
+    warm.end_idle_load_generators()
+    made = []
+    monkeypatch.setattr(warm, "LoadGenerator", lambda: made.append(LoadGenerator()) or made[-1])
+    loads = [Traffic(64, 8, requests=4), Traffic(64, 8, requests=6)]
+    first = lab.run("tiny-llama", TINY, loads, mode="live")
+    second = lab.run("tiny-llama", TINY, Traffic(64, 4, requests=5), mode="live")
+    assert [load.latency.completed for load in first.loads] == [4, 6]
+    assert second.latency.completed == 5
+    (one,) = made
+    assert one.ready and vllm_processes() == [], "what waits is no server, and none of its loads is left"
+    assert "Benchmark" not in (one.folder / "output.log").read_text(), "each load's output is in its own run's log"
+    monkeypatch.setattr(warm, "IDLE_S", 0.1)
+    with warm.load_generator() as again:
+        assert again is one
+    wait_until(lambda: one.child.poll() is not None, 10, "an idle load generator is kept for ever")
+
+
+@pytest.mark.live
+def test_a_load_that_fails_says_so_and_one_that_is_left_ends(tmp_path):
+    with warm.load_generator() as generator:
+        generator.begin(["bench", "serve", "--no-such-flag"], tmp_path / "bench.log", print)
+        wait_until(lambda: generator.wait(0.1) == 2, 60, "the load's exit code")
+    assert "--no-such-flag" in (tmp_path / "bench.log").read_text()
+    model, nobody = models.locate("tiny-llama", tmp_path)[0], f"http://{server.HOST}:{server.free_port()}"
+    endless = ["bench", "serve", "--base-url", nobody, "--ready-check-timeout-sec", "600", "--model", str(model)]
+    with warm.load_generator() as same:
+        assert same is generator, "a load that failed takes no generator with it"
+        same.begin(endless, tmp_path / "endless.log", print)
+        wait_until(lambda: len(vllm_processes()) == 1, 30, "the load has begun")
+    assert vllm_processes() == [] and same.child.poll() is not None
 
 
 @pytest.mark.live

@@ -222,10 +222,10 @@ PLAIN = ("units", "errors", "flags", "launch", "pasted", "configs", "quantizatio
          "cards", "versions", "kv_layout", "estimates", "ledger", "planner", "plan_report", "vllm_log", "findings",
          "facts", "remedies", "doctor_rules", "episodes", "failing_step", "failures", "doctor_report", "doctor",
          "record", "tables", "plan_view", "finding_view", "page")  # fmt: skip
-ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "models", "process", "warm",
-         "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "pruning", "screen", "attach",
-         "watch", "notebook", "plots", "rank_plots", "comparisons", "traffic_plots", "token_plots", "recommend",
-         "clinic", "preflight", "panel", "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
+ORDER = (*PLAIN, "gpu", "host", "supervisor", "ballast", "worker_extension", "vllm_main", "bench_main", "models",
+         "process", "warm", "server", "metrics", "traffic", "repeats", "goodput", "checks", "lab", "sweep", "pruning",
+         "screen", "attach", "watch", "notebook", "plots", "rank_plots", "comparisons", "traffic_plots", "token_plots",
+         "recommend", "clinic", "preflight", "panel", "schedule_plots", "widgets", "cli", "__main__")  # fmt: skip
 
 
 def test_the_plain_modules_import_with_the_standard_library_alone():

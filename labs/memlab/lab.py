@@ -38,7 +38,7 @@ from memlab.record import (
     Traffic,
 )
 from memlab.units import GIB, show_gib, show_seconds
-from memlab.warm import Warm
+from memlab.warm import Warm, keep_a_load_generator
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 DEFAULT_MACHINE = "h200"  # what a reader without a GPU sees
@@ -181,9 +181,14 @@ def this_machine(found: str, devices: list[gpu.Device] | None = None) -> Machine
     )
 
 
+def has_room() -> bool:
+    """Whether a process can import vLLM while something else runs, and not slow it down."""
+    return psutil.cpu_count() >= ROOMY_CORES
+
+
 def warm_up() -> Warm | None:
-    """A process that imports vLLM while something else runs; None where that would slow the other down."""
-    return Warm(LOCAL_ENV) if psutil.cpu_count() >= ROOMY_CORES else None
+    """A process that imports vLLM while something else runs, to become a server; None where there is no room."""
+    return Warm(LOCAL_ENV) if has_room() else None
 
 
 def progress_line(phase: str, seconds: float) -> None:
@@ -568,16 +573,10 @@ class _LiveRun:
         uuids = self.server.uuids
         return gpu.watch_devices(uuids) if uuids else gpu.watch_host(self.server.pids)
 
-    def _warm_up(self) -> Warm | None:
-        """A load generator in wait; it ends with the run at the latest."""
-        warm = warm_up()
-        if warm:
-            self.stack.callback(warm.stop)
-        return warm
-
     def _serve(self, timeout_s: float) -> None:
         wanted = self.traffic if self.several else [self.traffic] if self.traffic else []
-        warm = [self._warm_up() for _ in wanted[:2]]  # one for the first load, one for the next
+        if wanted and has_room():
+            keep_a_load_generator()
         if not self.server.wait_until_ready(timeout_s, self.tick):
             self.outcome, self.error = self._why_it_ended("failed_to_start")
             return
@@ -590,9 +589,7 @@ class _LiveRun:
         died = False
         with metrics.Scraper(self.server) as scraper:
             for number, each in enumerate(wanted):
-                if number + 2 < len(wanted):
-                    warm.append(self._warm_up())
-                self._send(each, number, warm[number])
+                self._send(each, number)
                 died = self._died_under_load()
                 if died:
                     break
@@ -602,7 +599,7 @@ class _LiveRun:
             self.server.child.stop()
             self.outcome, self.error = self._why_it_ended("died")
 
-    def _send(self, load: Traffic, number: int, warm: Warm | None) -> None:
+    def _send(self, load: Traffic, number: int) -> None:
         """One load. Its seed is its own, so that no prompt of it is in the prefix cache from the load before."""
         began = []
 
@@ -617,7 +614,7 @@ class _LiveRun:
         if self.several and "snapshot" in self.instruments:
             self.server.rpc("memlab_begin_history")
         self.latency = traffic.send(
-            self.server, load, str(self.served), self.folder, self.seed + number, self.tick, begin, warm
+            self.server, load, str(self.served), self.folder, self.seed + number, self.tick, begin
         )
         if not self.several or not began:
             return

