@@ -73,6 +73,7 @@ def test_lab_04_a_step_is_filled_with_what_answers_leave_and_a_threshold_limits_
     assert steps.most_tokens == 256, "answers and prompts fill the step to the token"
     mixed = logged.loads[0].traffic
     long = mixed.long_prompts
+    assert steps.left_out == 0, "every step of the load is in the record, so the tokens of every prompt are"
     assert sum(steps.context_tokens) == mixed.requests * mixed.input_tokens + long.requests * long.input_tokens
     assert max(steps.generation_tokens) > 1 and not whole.flags.resolved["enable_chunked_prefill"]
     assert small.loads[0].steps is None, "latency comes from runs that wrote no line a step"

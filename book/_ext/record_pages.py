@@ -20,6 +20,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from pathlib import Path
 
 import yaml
@@ -311,11 +312,23 @@ def neighbour_in_words(neighbour: record.Neighbour) -> str:
     return f"comes {when} and leaves {units.show_gib(neighbour.leaves_free_gib)} free{ends}"
 
 
-def settings(run: record.RunRecord) -> dict[str, str]:
-    """What was asked for, in words by name: the model, where it ran, the flags as vLLM fills them in, the traffic.
+def settings_of(runs: list[record.RunRecord]) -> dict[str, dict[str, str]]:
+    """What was asked for by id, with ``repeat``: the which of the runs with the same settings, in the order of time.
 
-    Two runs are repeats of each other where nothing but ``repeat`` differs.
+    A record's own count is of one environment, and starts at 1 again where a later run had another.
     """
+    every = {}
+    counts = Counter()
+    for run in sorted(runs, key=lambda run: (run.recorded_at, run.id)):
+        every[run.id] = settings(run)
+        alike = tuple(every[run.id].items())
+        counts[alike] += 1
+        every[run.id]["repeat"] = str(counts[alike])
+    return every
+
+
+def settings(run: record.RunRecord) -> dict[str, str]:
+    """What was asked for, in words by name: the model, where it ran, the flags as vLLM fills them in, the traffic."""
     length = record.model_max_len(run)
     engine = run.engine
     resolved = record.memory_flags(run.served_flags, run.machine, engine.backend, engine.vllm, length, run.card)
@@ -331,7 +344,6 @@ def settings(run: record.RunRecord) -> dict[str, str]:
         "variables": " ".join(f"{name}={value}" for name, value in run.variables.items()) or "none",
         "neighbour": neighbour_in_words(run.neighbour) if run.neighbour else "none",
         "traffic": traffic_of(run),
-        "repeat": str(run.repeat),
     }
 
 
@@ -358,7 +370,7 @@ def in_words(name: str, value: str) -> str:
 
 def titles(runs: list[record.RunRecord]) -> dict[str, str]:
     """A title for each run by id: what one looks for first, and further settings until no two titles are the same."""
-    every = {run.id: settings(run) for run in runs}
+    every = settings_of(runs)
     names = list(dict.fromkeys(name for each in every.values() for name in each))
     chosen = {}
     for run in runs:

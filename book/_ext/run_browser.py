@@ -52,7 +52,7 @@ class RunBrowser(SphinxDirective):
     def run(self):
         lab, *teaches = self.arguments
         runs = self.env.app.memlab_records.by_lab().get(lab, [])
-        known = {name for run in runs for name in record_pages.settings(run)}
+        known = {name for each in record_pages.settings_of(runs).values() for name in each}
         for name in [name for name in teaches if name not in known]:
             logger.warning("no recorded run of %s has a setting %r", lab, name, location=self.get_location())
         if not runs:
@@ -80,7 +80,8 @@ def index(library: record_pages.Library) -> dict[str, dict]:
     found = {}
     for lab, runs in library.by_lab().items():
         named = record_pages.titles(runs)
-        listed = [{"id": run.id, "title": named[run.id], "settings": record_pages.settings(run)} for run in runs]
+        settings = record_pages.settings_of(runs)
+        listed = [{"id": run.id, "title": named[run.id], "settings": settings[run.id]} for run in runs]
         found[lab] = {"start": central(listed), "runs": listed}
     return found
 
