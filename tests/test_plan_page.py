@@ -21,6 +21,10 @@ from memlab.units import show_tokens
 from test_book import CHROMIUM, _Quiet, axe_findings, copy_tracked, faults, jupyter_book, open_one, tab_to
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "book" / "_ext"))
+
+import plan_page  # noqa: E402
+
 SHOWN = ("budget", "weights", "activation", "non_torch", "cuda_graphs", "kv_cache")
 
 # Each repository's own count of parameters on Hugging Face, of some of every kind.
@@ -168,8 +172,8 @@ def test_nothing_that_a_reader_gives_becomes_markup():
 def page(tmp_path_factory) -> Path:
     """The page, built without the rest of the book."""
     folder = tmp_path_factory.mktemp("book")
-    copy_tracked(folder, "_config.yml", "assets", "book/_ext", "labs/memlab")
-    (folder / "labs" / "records").mkdir(parents=True)
+    copy_tracked(folder, "_config.yml", "assets", "book/_ext", "labs/memlab", "labs/records", "labs/grids/planner.json",
+                 "scripts/bench", "tests/data/planner")  # fmt: skip
     (folder / "book" / "records.yml").write_text("")
     text = (ROOT / "book" / "plan-your-memory.md").read_text(encoding="utf-8")
     text = re.sub(r"\{doc\}`[^`]*`", "a page that is not built here", text)
@@ -178,6 +182,22 @@ def page(tmp_path_factory) -> Path:
     built = jupyter_book(folder, folder)
     assert built.returncode == 0, built.stdout[-4000:] + built.stderr[-4000:]
     return folder / "_build" / "html" / "book" / "plan-your-memory.html"
+
+
+def test_the_accuracy_is_counted_from_the_records(page):
+    bench, text = plan_page.bench(), page.read_text(encoding="utf-8")
+    section = BeautifulSoup(text, "html.parser").find(id="how-near-it-comes")
+    said, table = section.get_text(" ", strip=True), section.find("table")
+    starts = bench.recorded_starts("0.33.0")
+    assert f"{len(starts)} recorded starts of vLLM 0.33.0" in said
+    for kind in bench.KINDS:
+        some = any(kind in one["kinds"] for one in starts)
+        assert (kind in said.split("Not validated by a record of 0.33.0:")[1].split(".")[0]) != some, kind
+    rows = {row.find("td").get_text(): row.get_text(" ") for row in table.find("tbody").find_all("tr")}
+    held_out = bench.accuracy(plan_page.sets(starts)["held out"])
+    for term, words in plan_page.TERMS.items():
+        if term in held_out:
+            assert f"{held_out[term]['percent']:.2f} %" in rows[words], term
 
 
 def test_the_first_plan_is_that_of_the_command_and_stands_there_without_scripts(page):

