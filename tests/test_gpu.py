@@ -42,6 +42,21 @@ def test_the_baseline_is_what_was_there_before():
     assert min(first.used_gib) == 0.0
 
 
+def test_a_load_between_two_readings_has_a_peak():
+    """Of host memory a reading may take longer than a load."""
+    readings = iter([[2.0], [3.0], [5.0], [4.0], [4.5], [4.25]])
+    sampler = gpu.Sampler(lambda: next(readings), "device", rate_hz=1000)
+    sampler.highest_gib()  # a load begins
+    assert sampler.highest_gib() == [3.0]
+    sampler.sample()
+    assert sampler.highest_gib() == [3.0], "it begins where the load before ended"
+    assert sampler.highest_gib() == [2.5]
+    assert max(sampler.timelines()[0].used_gib) == 3.0
+    with pytest.raises(StopIteration):
+        sampler.sample()
+    assert sampler.highest_gib() == [2.25] and isinstance(sampler.error, StopIteration), "a driver that is gone"
+
+
 def test_a_driver_that_fails_in_the_middle_ends_the_watch_and_not_the_run():
     calls = iter(range(100))
 

@@ -358,22 +358,32 @@ class Sampler:
             due = max(due + max(period, busy / MOST_OF_A_CORE), time.perf_counter() - period)
             self._stop.wait(max(0.0, due - time.perf_counter()))
 
-    def sample(self) -> None:
-        """One reading of all ranks."""
+    def sample(self) -> list[float]:
+        """One reading of all ranks, baseline subtracted."""
         values = self.read()
         at = self.now()
+        held = [value - baseline for value, baseline in zip(values, self.baselines_gib, strict=True)]
         with self._lock:
-            for number, (value, baseline) in enumerate(zip(values, self.baselines_gib, strict=True)):
-                self.series[number].add(at, value - baseline)
-                self._highest[number] = max(self._highest[number], value - baseline)
+            for number, value in enumerate(held):
+                self.series[number].add(at, value)
+                self._highest[number] = max(self._highest[number], value)
         if self.on_sample:
             self.on_sample(at, values)
+        return held
 
     def highest_gib(self) -> list[float]:
-        """The most that each rank held since this was last asked, baseline subtracted."""
+        """The most that each rank held since this was last asked, baseline subtracted.
+
+        A reading is taken now, for the time up to now and for that from now on: between two questions there may be less
+        time than between two readings, which are rare where they are dear (host memory) or the machine is busy.
+        """
+        now = list(self._highest)
+        try:
+            now = self.sample()
+        except Exception as error:  # the run goes on, the record says that it was not watched to the end
+            self.error = error
         with self._lock:
-            found = [round(value, 4) for value in self._highest]
-            self._highest = [0.0] * len(found)
+            found, self._highest = [round(value, 4) for value in self._highest], now
             return found
 
     def timelines(self) -> list[Timeline]:
