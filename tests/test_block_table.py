@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from memlab import models, shapes
-from test_book import CHROMIUM, axe_findings, build_page, contrast, faults, open_one, tab_to
+from test_book import CHROMIUM, axe_findings, build_page, contrast, faults, in_scheme, open_one, tab_to
 
 ROOT = Path(__file__).resolve().parent.parent
 RULES = ROOT / "assets" / "block-pool.js"
@@ -429,11 +429,8 @@ def test_requests_differ_in_colour_or_mark_and_stand_out_in_both_modes(open_tabl
     looks = "[...document.querySelectorAll('pattern:not([id$=cached])')].map((pattern) => pattern.innerHTML)"
     assert len(set(tab.evaluate(looks))) == 19
     for scheme in ("light", "dark"):
-        tab.emulate_media(color_scheme=scheme)
+        in_scheme(tab, scheme)
         ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-        ground = (
-            ground if not ground.endswith(", 0)") else tab.evaluate("getComputedStyle(document.body).backgroundColor")
-        )
         fills = "[...document.querySelectorAll('pattern rect')].map((each) => getComputedStyle(each).fill)"
         assert min(contrast(fill, ground) for fill in tab.evaluate(fills)) >= 3
 
@@ -446,7 +443,7 @@ def test_a_busy_pool_has_no_barrier_that_axe_finds_and_fits_a_phone(open_table):
     add(tab, "long", 2)
     press(tab, "Step", 8)
     for scheme, width in (("light", 1280), ("dark", 1280), ("light", 640), ("light", 320)):
-        tab.emulate_media(color_scheme=scheme)
+        in_scheme(tab, scheme)
         tab.set_viewport_size({"width": width, "height": 800})
         assert axe_findings(tab) == [], f"{scheme}, {width} px"
         assert tab.evaluate("document.documentElement.scrollWidth") <= width

@@ -18,7 +18,7 @@ from bs4 import BeautifulSoup
 from memlab import cards, plan_view, planner, plots, shapes
 from memlab.configs import PRESET_CONFIGS
 from memlab.units import show_tokens
-from test_book import CHROMIUM, _Quiet, axe_findings, copy_tracked, faults, jupyter_book, open_one, tab_to
+from test_book import CHROMIUM, _Quiet, axe_findings, copy_tracked, faults, in_scheme, jupyter_book, open_one, tab_to
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "book" / "_ext"))
@@ -411,7 +411,7 @@ def test_no_barrier_that_axe_finds_and_it_fits_a_phone_in_both_modes(open_plan):
     until(tab, "[data-part=verdict]", "does not start")
     settled(tab)
     for scheme, width in (("light", 1280), ("light", 320), ("dark", 1280), ("dark", 640)):
-        tab.emulate_media(color_scheme=scheme)
+        in_scheme(tab, scheme)
         tab.set_viewport_size({"width": width, "height": 800})
         tab.wait_for_timeout(400)  # the sidebars slide away
         assert axe_findings(tab) == [], f"{scheme}, {width} px"

@@ -220,10 +220,12 @@ def test_a_prediction_is_held_to_the_stage_of_its_rank():
 
 
 def test_the_figure_of_ranks_says_how_far_they_are_apart():
-    plot = rank_plots.ranks(eight_ranks())
+    run = eight_ranks()
+    plot = rank_plots.ranks(run)
+    most, *_, least = (rank.stated.kv_cache_gib for rank in run.ranks)
     assert "8 ranks." in plot.alt
-    assert "Weights, stated: 16.07 GiB on each." in plot.alt
-    assert "KV cache, stated: 3.50 GiB on rank 7 to 3.57 GiB on rank 0." in plot.alt
+    assert f"Weights, stated: {run.ranks[0].stated.weights_gib:.2f} GiB on each." in plot.alt
+    assert f"KV cache, stated: {least:.2f} GiB on rank 7 to {most:.2f} GiB on rank 0." in plot.alt
     assert "Context, seen: 1.10 GiB on each." in plot.alt
     assert [row[0] for row in plot.table.rows] == [*(f"rank {number}" for number in range(8)), "most less least"]
     apart = dict(zip(plot.table.header, plot.table.rows[-1], strict=True))

@@ -249,7 +249,7 @@ PATIENTS = {
             "A tiny model on the CPU backend. All requests are answered, but a counter called preemptions goes up.",
             "preemption_not_oom",
             TINY.with_(kv_cache_memory_bytes=16 * MIB, max_model_len=4096),
-            Traffic(300, 100, requests=24),
+            Traffic(300, 300, requests=32),
             {"kv_cache_memory_bytes": GIB // 4},
             model="tiny-llama",
             seconds=50.0,
