@@ -459,6 +459,23 @@ def test_a_page_fits_a_phone_and_a_window_at_twice_the_size(page_tab):
         assert page_tab.evaluate(CUT_OFF) == []
 
 
+# Words of a figure that its frame cuts off.
+OUTSIDE = """() => [...document.querySelectorAll("figure svg")].flatMap((svg) => {
+    const frame = svg.getBoundingClientRect();
+    return [...svg.querySelectorAll("text")].filter((text) => {
+        const box = text.getBoundingClientRect();
+        const least = Math.min(box.left - frame.left, frame.right - box.right, box.top - frame.top,
+            frame.bottom - box.bottom);
+        return box.width > 0 && least < -1;
+    }).map((text) => text.textContent);
+})"""
+
+
+@pytest.mark.browser
+def test_every_word_of_a_figure_is_inside_its_frame(page_tab):
+    assert page_tab.evaluate(OUTSIDE) == []
+
+
 @pytest.mark.browser
 def test_nothing_moves_for_who_asks_for_less_motion(open_tab, address):
     tab = open_tab(f"{address}/{BROWSED}.html", reduced_motion="reduce")

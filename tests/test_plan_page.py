@@ -193,7 +193,10 @@ def test_the_accuracy_is_counted_from_the_records(page):
     for kind in bench.KINDS:
         some = any(kind in one["kinds"] for one in starts)
         assert (kind in said.split("Not validated by a record of 0.33.0:")[1].split(".")[0]) != some, kind
-    rows = {row.find("td").get_text(): row.get_text(" ") for row in table.find("tbody").find_all("tr")}
+    rows = {
+        row.find("td").get_text(): row.get_text(" ").replace("\u00a0", " ")
+        for row in table.find("tbody").find_all("tr")
+    }
     held_out = bench.accuracy(plan_page.sets(starts)["held out"])
     for term, words in plan_page.TERMS.items():
         if term in held_out:

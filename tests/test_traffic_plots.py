@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 import fixtures_record as fixtures
-from memlab import traffic_plots
+from memlab import record, traffic_plots
 from memlab.record import Allocator, Load, Series, Trace, Traffic
 
 LENGTHS = (500, 8000)
@@ -115,3 +115,9 @@ def test_a_pool_that_was_given_is_not_rounded_as_the_log_rounds_it():
 def test_a_run_without_what_a_figure_needs_says_so(figure):
     with pytest.raises(ValueError, match="needs"):
         getattr(traffic_plots, figure)(fixtures.cuda_record())
+
+
+def test_two_loads_of_a_recorded_run_never_go_by_one_name():
+    for run in record.read_all():
+        sent = {load.traffic for load in run.loads}
+        assert len({traffic_plots.load_name(traffic) for traffic in sent}) == len(sent), run.id

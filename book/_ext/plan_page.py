@@ -173,6 +173,7 @@ class Planner(SphinxDirective):
 
 # ---- how near the predictions come ----
 
+NO_BREAK = "\u00a0"
 TERMS = {
     "weights": "weights",
     "consumed": "consumed: weights, buffers and non-torch memory",
@@ -203,13 +204,13 @@ def sets(starts: list[dict]) -> dict[str, list[dict]]:
 
 
 def table(rows: list[list[str]]) -> nodes.table:
-    """A table whose first row is its head."""
+    """A table whose first row is its head; a cell has a paragraph a line."""
     group = nodes.tgroup(cols=len(rows[0]))
     group += [nodes.colspec(colwidth=1) for _ in rows[0]]
     for part, some in ((nodes.thead(), rows[:1]), (nodes.tbody(), rows[1:])):
         for row in some:
             line = nodes.row()
-            line += [nodes.entry("", nodes.paragraph("", cell)) for cell in row]
+            line += [nodes.entry("", *(nodes.paragraph("", words) for words in cell.split("\n"))) for cell in row]
             part += line
         group += part
     return nodes.table("", group)
@@ -224,8 +225,8 @@ def cell(figures: dict | None) -> str:
         said = f"{figures['gib']:.3f} GiB, {said}"
     if "width" in figures:
         width = f"{figures['width']:.2f} GiB ({figures['width_percent']:.1f} %)"
-        said += f"; band {width}, {figures['inside']:.0f} % inside"
-    return said
+        said += f"\nband {width}, {figures['inside']:.0f} % inside"
+    return said.replace(" %", NO_BREAK + "%").replace(" GiB", NO_BREAK + "GiB")
 
 
 class PlannerAccuracy(SphinxDirective):
@@ -242,7 +243,7 @@ class PlannerAccuracy(SphinxDirective):
         rows = [["term", "aim", *(f"{name}: {counts[name]}" for name in columns)]]
         for name, words in TERMS.items():
             aim = made.AIMS.get(name, "")
-            widest = f"; band {made.WIDEST[name]}" if name in made.WIDEST else ""
+            widest = f"\nband {made.WIDEST[name]}" if name in made.WIDEST else ""
             rows.append([words, aim + widest, *(cell(figures[column].get(name)) for column in columns)])
         kinds = {kind: [one for one in starts if kind in one["kinds"]] for kind in made.KINDS}
         there = ", ".join(f"{kind} {len(some)} of {made.counted(shapes_of(some), 'shapes')}"

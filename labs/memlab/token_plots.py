@@ -479,5 +479,5 @@ def _draw_changes(rows, base: int, ink: str) -> Figure:
         axes.errorbar([100 * found.mean], [row], xerr=ends, fmt=marker, color=colour, capsize=3, markersize=5)
     axes.axvline(0, color=ink, linewidth=1)
     axes.set_yticks(range(len(rows)), [f"{label.removeprefix(f'{DIAL} ')}: {name}" for label, name, _ in rows])
-    axes.set(xlabel=f"change from {DIAL} {base:,} in %, with its 95 % interval", ylim=(len(rows) - 0.4, -0.6))
+    axes.set(xlabel=f"change from {DIAL} {base:,}\nin %, with its 95 % interval", ylim=(len(rows) - 0.4, -0.6))
     return figure

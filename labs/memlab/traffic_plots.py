@@ -41,7 +41,7 @@ def _groups(records) -> list[_Group]:
 
 def load_name(load: Traffic) -> str:
     """A load in a word or two, as an axis has it."""
-    tokens = f"{load.input_tokens:,}"
+    tokens = f"{load.input_tokens:,}" + (f" ± {load.range_ratio:.0%}" if load.range_ratio else "")
     if load.long_prompts:
         long = load.long_prompts
         return f"{load.requests} × {tokens} and {long.requests} × {long.input_tokens:,}"
