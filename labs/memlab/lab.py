@@ -450,7 +450,8 @@ def prediction(
     vllm = vllm or vllm_version()
     resolved = record.resolve(flags, place.machine, "cuda", vllm, shape.max_position_embeddings, card)
     total = cards.find(card).total_gib if card else place.machine.total_gib
-    return predict(shape, total, resolved, record.version_of(vllm), linked(place.machine, variables))
+    joined, capability = linked(place.machine, variables), tuple(place.machine.compute_capability or ()) or None
+    return predict(shape, total, resolved, record.version_of(vllm), joined, capability)
 
 
 @dataclass(frozen=True)

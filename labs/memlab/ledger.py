@@ -15,6 +15,7 @@ from memlab import weights
 from memlab.estimates import Step, buffers_gib, captured_gib, graphs_gib, step
 from memlab.flags import ServeFlags
 from memlab.kv_layout import Layout, layout
+from memlab.quantization import padded_to
 from memlab.shapes import ModelShape
 from memlab.units import GIB
 from memlab.versions import Rules, rules_for
@@ -133,7 +134,7 @@ LEDGER_FIELDS = tuple(field.name for field in fields(MemoryLedger))
 
 # ---- prediction ----
 
-PLANNER = 5  # raise it with every change of a rule, so that a record says which rule it was compared with
+PLANNER = 6  # raise it with every change of a rule, so that a record says which rule it was compared with
 
 
 @dataclass(frozen=True)
@@ -272,12 +273,24 @@ def joined(total_gib: float, linked: bool | None) -> bool:
     return total_gib >= _LINKED_FROM_GIB if linked is None else linked
 
 
+def served(
+    shape: ModelShape, flags: ServeFlags, vllm_version: tuple[int, int], capability: tuple[int, int] | None = None
+) -> ModelShape:
+    """The shape as flags, version and card make it; arguments as of ``predict``.
+
+    Raises:
+        ShapeError: for a data type or quantization that cannot be had of this checkpoint.
+    """
+    return shape.served(flags.dtype, flags.quantization, padded_to(capability, vllm_version >= (0, 32)))
+
+
 def predict(
     shape: ModelShape,
     total_gib: float,
     flags: ServeFlags,
     vllm_version: tuple[int, int] = (0, 33),
     linked: bool | None = None,
+    capability: tuple[int, int] | None = None,
 ) -> Prediction:
     """The ledger of one rank before anything is started, on a GPU.
 
@@ -287,6 +300,7 @@ def predict(
         flags: resolved (``flags.resolve``): the scheduler's flags must be set.
         vllm_version: whose accounting is followed (``versions.rules_for``).
         linked: whether NVLink joins the ranks of tensor parallelism; None where it is not known.
+        capability: the card's compute capability, for the padding of its kernels; None where it is not known.
 
     Returns:
         The ledger with what the version states; bands for what is not exact.
@@ -295,7 +309,7 @@ def predict(
         ShapeError: for a data type or quantization that cannot be counted.
     """
     rules = rules_for(vllm_version)
-    shape = shape.served(flags.dtype, flags.quantization)
+    shape = served(shape, flags, vllm_version, capability)
     linked = joined(total_gib, linked)
     split = shape.stages(flags.pipeline_parallel_size or 1)
     stages = [_stage(shape, total_gib, flags, rules, linked, split, number) for number in range(len(split))]

@@ -9,7 +9,7 @@ from memlab.cards import Card, batch_defaults, block_size
 from memlab.errors import FlagError, ShapeError
 from memlab.flags import ServeFlags, check, resolve
 from memlab.kv_layout import layout
-from memlab.ledger import HYBRID_OFF, Prediction, in_flight_tokens, joined, predict
+from memlab.ledger import HYBRID_OFF, Prediction, in_flight_tokens, joined, predict, served
 from memlab.quantization import FP8_BLOCK
 from memlab.shapes import ModelShape
 from memlab.units import GIB, MIB, show_gib
@@ -196,7 +196,7 @@ def plan(
     flags = resolved(shape, card, given, version, usage)
     if flags.max_model_len and given.max_model_len == -1:
         flags = _fit_length(shape, card, flags, version)
-    prediction = predict(shape, card.total_gib, flags, version, card.linked)
+    prediction = predict(shape, card.total_gib, flags, version, card.linked, card.compute_capability)
     failed = _failure(shape, card, flags, prediction, version)
     found = _changes(shape, card, given, version, usage, failed[0]) if failed and changes else []
     if failed and failed[0] == _POOL and given.max_model_len == -1:
@@ -251,7 +251,7 @@ def _fit_length(shape: ModelShape, card: Card, flags: ServeFlags, version: Versi
 
     def fits(length: int) -> bool:
         one = flags.with_(max_model_len=length)
-        found = predict(shape, card.total_gib, one, version, card.linked)
+        found = predict(shape, card.total_gib, one, version, card.linked, card.compute_capability)
         return found.needed_gib <= found.ledger.kv_cache_gib - _null_block(found, version)
 
     return flags.with_(max_model_len=_largest(1, flags.max_model_len, fits) or flags.max_model_len)
@@ -458,7 +458,7 @@ def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
             full = resolved(shape, card, asked, version, usage)
             if asked.max_model_len == -1:
                 full = full.with_(max_model_len=1)  # it starts where one token fits
-            predicted = predict(shape, card.total_gib, full, version, card.linked)
+            predicted = predict(shape, card.total_gib, full, version, card.linked, card.compute_capability)
         except (FlagError, ShapeError):
             return _REFUSED, 0.0
         failed = _failure(shape, card, full, predicted, version)
@@ -533,8 +533,8 @@ def _changes(shape: ModelShape, card: Card, given: ServeFlags, version: Version,
     any_of("tensor_parallel_size", ranks, [n for n in (*fewer, *more) if not _indivisible(shape, n)])
     any_of("pipeline_parallel_size", stages, range(stages + 1, min(_MOST_STAGES, shape.num_hidden_layers) + 1))
     offloaded = given.cpu_offload_gb or 0
-    heaviest = math.ceil(max(weights.stage_gib(shape.served(given.dtype, given.quantization), ranks, stage)
-                             for stage in shape.stages(stages)))  # fmt: skip
+    whole = served(shape, given, version, card.compute_capability)
+    heaviest = math.ceil(max(weights.stage_gib(whole, ranks, stage) for stage in shape.stages(stages)))
     add("cpu_offload_gb", offloaded, _first(
         math.floor(offloaded) + 1, heaviest, lambda gib: starts("cpu_offload_gb", gib)))  # fmt: skip
     return found
@@ -611,11 +611,16 @@ def card_of(total_gib: float, capability: tuple[int, int] = (9, 0)) -> Card:
 def explain(found: Plan) -> list[tuple[str, str]]:
     """(number, the rule behind it) of a plan, in the order of the table."""
     flags, step, ledger = found.flags, found.prediction.step, found.prediction.ledger
-    shape, rules = found.shape.served(flags.dtype, flags.quantization), versions.rules_for(found.version)
+    shape = served(found.shape, flags, found.version, found.card.compute_capability)
+    rules = versions.rules_for(found.version)
     ranks, stages = flags.tensor_parallel_size or 1, len(found.prediction.stages)
     shared = f", divided among {ranks} ranks" if ranks > 1 else ""
     shared += f" and {stages} stages" if stages > 1 else ""
+    if stages > 1 and shape.ends_on_every_stage:
+        shared += ", each of which has the embeddings and the head"
     quantized = f", its linear layers as {shape.quantization.method} stores them" if shape.quantization else ""
+    if shape.experts and shape.experts.padded_to != (1, 1):
+        quantized += " (experts padded for the card's kernels)"
     offloaded = f"; {flags.cpu_offload_gb:g} GiB of it stay in host memory" if flags.cpu_offload_gb else ""
     share = ledger.budget_gib / ledger.total_gib
     used = "the pool's size is given, so the budget does not decide it" if ledger.pool_given else rules.source

@@ -124,6 +124,19 @@ def _read(given: Mapping) -> Quantization:
     )
 
 
+def padded_to(capability: tuple[int, int] | None, newest: bool = True) -> tuple[int, int]:
+    """Multiples to which vLLM pads an mxfp4 expert's width and hidden size for the kernels of a card.
+
+    Triton's, of compute capability 9.0, need 64 and nothing; FlashInfer's, of 10.x, 128 (256 in the releases that are
+    not ``newest``) and 256; Marlin's, of all others, 128 and 256. A capability that is not known counts as 9.0.
+    Source: vllm/model_executor/layers/fused_moe/oracle/mxfp4.py, ``mxfp4_round_up_hidden_size_and_intermediate_size``
+    and ``_get_priority_backends_for_gpt_oss`` (0.19, 0.26, 0.32, 0.33).
+    """
+    if capability is None or capability[0] == 9:
+        return 64, 1
+    return (256 if capability[0] == 10 and not newest else 128), 256
+
+
 def from_flag(name: str) -> Quantization:
     """What ``--quantization`` makes of a checkpoint that is not quantized itself.
 

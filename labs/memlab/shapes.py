@@ -22,7 +22,8 @@ class Experts:
     """The experts of a mixture: how many, how many a token goes to, the width of one, in which layers.
 
     ``shared_size`` is the width of the expert that every token takes; ``bias`` says that experts have biases,
-    ``router_bias`` that the router has one, ``shared_gate`` that the shared expert is weighed by a gate.
+    ``router_bias`` that the router has one, ``shared_gate`` that the shared expert is weighed by a gate. The width and
+    the hidden size are padded to multiples of ``padded_to`` (``quantization.padded_to``).
     """
 
     count: int
@@ -33,6 +34,7 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     shared_gate: bool = False
+    padded_to: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,11 @@ class Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """What layers have beside their sizes. ``norms`` are those of a layer; ``sinks`` are gpt-oss's."""
+    """What layers have beside their sizes. ``norms`` are those of a layer; ``sinks`` are gpt-oss's.
+
+    ``ends_on_every_stage`` says that the family's code makes the embeddings and the head whatever stage of a pipeline
+    it is on: no ``PPMissingLayer`` there (vllm/model_executor/models/, the same in 0.19, 0.26, 0.32 and 0.33).
+    """
 
     output_bias: bool = False
     mlp_bias: bool = False
@@ -79,6 +85,7 @@ class Layers:
     norm_bias: bool = False
     qk_norm: bool = False
     sinks: bool = False
+    ends_on_every_stage: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +142,7 @@ class ModelShape(Layers):
         Source: the module lists of vllm/model_executor/models/.
         """
         layers = sum(count * sum(t.elements for t in tensors) for count, tensors in self.layers(1))
-        ends = sum(tensor.elements for tensor in (*self.first(1, padded=False), *self.last(1, padded=False)))
+        ends = sum(tensor.elements for tensor in self.ends(1, padded=False))
         return layers + ends
 
     def kv_heads(self, tensor_parallel_size: int = 1) -> int:
@@ -195,20 +202,22 @@ class ModelShape(Layers):
         """The tensors of one layer on one rank, merged as vLLM merges them (query, key and value; gate and up)."""
         tensors = self._latent(tensor_parallel_size) if self.latent else self._attention(tensor_parallel_size)
         hidden = self.hidden_size
-        tensors.append(Tensor("norm", 1, self.norms * hidden * (2 if self.norm_bias else 1)))
+        tensors += [Tensor("norm", 1, hidden)] * (self.norms * (2 if self.norm_bias else 1))
         experts = self.experts
         if experts is None or number not in experts.layers:
             return tensors + self._mlp("mlp", self.intermediate_size, tensor_parallel_size, self.mlp_bias)
-        width, ranks = _share(experts.intermediate_size, tensor_parallel_size), experts.count
+        narrow, wide = experts.padded_to
+        width = _multiple(_share(experts.intermediate_size, tensor_parallel_size), narrow)
+        padded, count = _multiple(hidden, wide), experts.count
         tensors += [
-            Tensor("router", hidden, experts.count),
-            Tensor("experts", hidden, 2 * width, ranks),
-            Tensor("experts", width, hidden, ranks),
+            Tensor("router", hidden, count),
+            Tensor("experts", padded, 2 * width, count),
+            Tensor("experts", width, padded, count),
         ]
         if experts.router_bias:
-            tensors.append(Tensor("bias", 1, experts.count))
+            tensors.append(Tensor("bias", 1, count))
         if experts.bias:
-            tensors += [Tensor("bias", 1, 2 * width, ranks), Tensor("bias", 1, hidden, ranks)]
+            tensors += [Tensor("bias", 1, 2 * width, count), Tensor("bias", 1, padded, count)]
         if experts.shared_size:
             tensors += self._mlp("shared_expert", experts.shared_size, tensor_parallel_size, False)
         if experts.shared_gate:
@@ -227,7 +236,7 @@ class ModelShape(Layers):
         if self.output_bias:
             tensors.append(Tensor("bias", 1, self.hidden_size))
         if self.qk_norm:
-            tensors.append(Tensor("norm", 2, self.head_dim))
+            tensors += [Tensor("norm", 1, self.head_dim)] * 2
         if self.sinks:
             tensors.append(Tensor("bias", 1, heads))
         return tensors
@@ -237,17 +246,16 @@ class ModelShape(Layers):
         heads = _share(self.num_attention_heads, tensor_parallel_size)
         query = heads * (latent.qk_nope_head_dim + latent.qk_rope_head_dim)
         tensors = [
-            Tensor("attention", hidden, latent.size),
             Tensor("norm", 1, latent.kv_lora_rank),
             Tensor("attention", latent.kv_lora_rank, heads * (latent.qk_nope_head_dim + latent.v_head_dim)),
             Tensor("attention", heads * latent.v_head_dim, hidden),
         ]
         if latent.q_lora_rank is None:
-            return [*tensors, Tensor("attention", hidden, query)]
+            return [*tensors, Tensor("attention", hidden, latent.size), Tensor("attention", hidden, query)]
         rank = latent.q_lora_rank
         return [
             *tensors,
-            Tensor("attention", hidden, rank),
+            Tensor("attention", hidden, rank + latent.size),  # one matrix, fused_qkv_a_proj
             Tensor("norm", 1, rank),
             Tensor("attention", rank, query),
         ]
@@ -256,22 +264,28 @@ class ModelShape(Layers):
         width, hidden = _share(intermediate, tensor_parallel_size), self.hidden_size
         inner = (2 if self.gated else 1) * width
         tensors = [Tensor(part, hidden, inner), Tensor(part, width, hidden)]
-        return tensors + ([Tensor("bias", 1, inner + hidden)] if bias else [])
+        return tensors + ([Tensor("bias", 1, inner), Tensor("bias", 1, hidden)] if bias else [])
 
-    def first(self, tensor_parallel_size: int, padded: bool = True) -> list[Tensor]:
-        """What the first stage holds besides its layers: the embeddings, and a vision tower."""
-        tower = []
+    def ends(
+        self, tensor_parallel_size: int, first: bool = True, last: bool = True, padded: bool = True
+    ) -> list[Tensor]:
+        """What a stage holds besides its layers: the embeddings on the first, the norm and the head on the last.
+
+        A head that is the embeddings is kept once on a stage. A vision tower is on every stage
+        (vllm/model_executor/models/kimi_vl.py and its like).
+        """
+        first, last = first or self.ends_on_every_stage, last or self.ends_on_every_stage
+        tensors = []
+        if first or last and self.tie_word_embeddings:
+            tensors.append(self._vocabulary("embedding", tensor_parallel_size, padded))
+        if last:
+            tensors += [Tensor("norm", 1, self.hidden_size)] * (2 if self.norm_bias else 1)
+            if not self.tie_word_embeddings:
+                tensors.append(self._vocabulary("head", tensor_parallel_size, padded))
+            if self.head_bias:
+                tensors.append(Tensor("bias", 1, self.vocab_size))
         if self.vision:
-            tower = [Tensor("vision", 1, _share(self.vision.layers, tensor_parallel_size) + self.vision.ends)]
-        return [self._vocabulary("embedding", tensor_parallel_size, padded), *tower]
-
-    def last(self, tensor_parallel_size: int, padded: bool = True) -> list[Tensor]:
-        """What the last stage holds besides its layers: the last norm, and the head unless it is the embeddings."""
-        tensors = [Tensor("norm", 1, self.hidden_size * (2 if self.norm_bias else 1))]
-        if not self.tie_word_embeddings:
-            tensors.append(self._vocabulary("head", tensor_parallel_size, padded))
-        if self.head_bias:
-            tensors.append(Tensor("bias", 1, self.vocab_size))
+            tensors.append(Tensor("vision", 1, _share(self.vision.layers, tensor_parallel_size) + self.vision.ends))
         return tensors
 
     def _vocabulary(self, part: str, tensor_parallel_size: int, padded: bool) -> Tensor:
@@ -315,8 +329,12 @@ class ModelShape(Layers):
             raise ShapeError(f"VLLM_PP_LAYER_PARTITION {layers!r:.60}: give the layers of each stage, such as 9,10,9")
         return replace(self, stage_layers=tuple(map(int, layers.split(","))))
 
-    def served(self, dtype: str | None = None, quantize: str | None = None) -> "ModelShape":
+    def served(
+        self, dtype: str | None = None, quantize: str | None = None, padded_to: tuple[int, int] = (1, 1)
+    ) -> "ModelShape":
         """The shape as ``--dtype`` and ``--quantization`` change it; ``auto`` and None leave it.
+
+        ``padded_to`` is what the card's kernels ask of mxfp4 experts (``quantization.padded_to``).
 
         Raises:
             ShapeError: for a data type or method that cannot be had of this checkpoint.
@@ -331,6 +349,8 @@ class ModelShape(Layers):
             found = replace(found, dtype="bfloat16")  # vllm/config/model.py: auto never serves float32 as it is
         if quantize and found.quantization is None:
             found = replace(found, quantization=quantization.from_flag(quantize))
+        if found.experts and found.quantization and found.quantization.method == "mxfp4":
+            found = replace(found, experts=replace(found.experts, padded_to=padded_to))
         return found
 
     def to_config(self) -> dict:
@@ -340,6 +360,11 @@ class ModelShape(Layers):
 
 def _share(size: int, ranks: int) -> int:
     return -(-size // ranks)
+
+
+def _multiple(size: int, of: int) -> int:
+    """The next multiple."""
+    return -(-size // of) * of
 
 
 # ---- reading config.json ----
@@ -355,7 +380,7 @@ class _Family(Layers):
 
 
 _LLAMA = _Family()
-_GEMMA_3 = _Family(norms=4, qk_norm=True, tied=True, two_rotaries=True)
+_GEMMA_3 = _Family(norms=4, qk_norm=True, tied=True, two_rotaries=True, ends_on_every_stage=True)
 _FAMILIES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
@@ -366,16 +391,16 @@ _FAMILIES = {
     ),
     "Qwen2ForCausalLM": _Family(qkv_bias=True),
     "Qwen3ForCausalLM": _Family(qk_norm=True),
-    "GemmaForCausalLM": _Family(tied=True),
-    "Gemma2ForCausalLM": _Family(norms=4, tied=True),
+    "GemmaForCausalLM": _Family(tied=True, ends_on_every_stage=True),
+    "Gemma2ForCausalLM": _Family(norms=4, tied=True, ends_on_every_stage=True),
     "Gemma3ForCausalLM": _GEMMA_3,
     "Gemma3ForConditionalGeneration": _GEMMA_3,
-    "MixtralForCausalLM": _LLAMA,
-    "Qwen2MoeForCausalLM": _Family(qkv_bias=True),
-    "Qwen3MoeForCausalLM": _Family(qk_norm=True),
+    "MixtralForCausalLM": _Family(ends_on_every_stage=True),
+    "Qwen2MoeForCausalLM": _Family(qkv_bias=True, ends_on_every_stage=True),
+    "Qwen3MoeForCausalLM": _Family(qk_norm=True, ends_on_every_stage=True),
     "DeepseekV2ForCausalLM": _LLAMA,
     "DeepseekV3ForCausalLM": _LLAMA,
-    "GptOssForCausalLM": _Family(qkv_bias=True, output_bias=True, sinks=True),
+    "GptOssForCausalLM": _Family(qkv_bias=True, output_bias=True, sinks=True, ends_on_every_stage=True),
     "Llama4ForCausalLM": _LLAMA,
     "Llama4ForConditionalGeneration": _LLAMA,
     "Mistral3ForConditionalGeneration": _LLAMA,

@@ -218,7 +218,10 @@ class Watch:
             self.resolved = record.resolve(asked, self.machine, self.backend, version, length)
             if self.shape and self.backend == "cuda":
                 total = self.machine.total_gib
-                self.prediction = ledger.predict(self.shape, total, self.resolved, record.version_of(version))
+                capability = tuple(self.machine.compute_capability or ()) or None
+                self.prediction = ledger.predict(
+                    self.shape, total, self.resolved, record.version_of(version), capability=capability
+                )
 
     def _max_model_len(self) -> int | None:
         for stated in (self.served.get("max_model_len"), self._engine().get("max_model_len")):

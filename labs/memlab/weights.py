@@ -77,13 +77,7 @@ def stage_bytes(
     skipped = frozenset(layer for layer in kept if layer is not None)
     for count, tensors in shape.layers(tensor_parallel_size, first, end, without=skipped):
         total += count * sum(tensor_bytes(shape, tensor, None, split_limit) for tensor in tensors)
-    ends = []
-    if first == 0:
-        ends += shape.first(tensor_parallel_size)
-    if end == shape.num_hidden_layers:
-        ends += shape.last(tensor_parallel_size)
-        if first > 0 and shape.tie_word_embeddings:
-            ends += shape.first(tensor_parallel_size)[:1]
+    ends = shape.ends(tensor_parallel_size, first == 0, end == shape.num_hidden_layers)
     total += sum(tensor_bytes(shape, tensor, None, split_limit) for tensor in ends)
     quantized = shape.quantization is not None and shape.quantization.covers("attention", None)
     if quantized or not split_limit:  # before the limit came, see below
