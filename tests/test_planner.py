@@ -111,6 +111,25 @@ def test_latent_attention_keeps_views_of_a_weight_and_copies_of_a_quantized_one(
     assert halves > 0
 
 
+@pytest.mark.parametrize(
+    ("name", "capability", "stated_gib"),
+    [
+        # vLLM issue #23278, 0.10.1 on an H100 without triton_kernels, so with Marlin's kernels as on older cards.
+        ("openai/gpt-oss-120b", (8, 0), 65.9651),
+        # vLLM 0.19.0 on an A100 (myoceane.fr, 2026-04-18).
+        ("openai/gpt-oss-20b", (8, 0), 13.72),
+        # vLLM issue #33155, 0.14.1 on an H100 with Triton's kernels, which still kept their scales twice.
+        ("openai/gpt-oss-120b", (9, 0), 64.38),
+    ],
+)
+def test_mxfp4_experts_are_padded_for_the_kernels_of_the_card(name, capability, stated_gib):
+    shape = shapes.from_config(configs.PRESET_CONFIGS[name])
+    there = ledger.served(shape, ServeFlags(), (0, 19), capability)
+    assert weights.stage_gib(there, split_limit=False) == pytest.approx(stated_gib, rel=0.0015)
+    plain = ledger.served(shape, ServeFlags(), (0, 33), (9, 0))
+    assert weights.stage_gib(there) > 1.03 * weights.stage_gib(plain), "0.33 on an H100 keeps the least"
+
+
 def test_ranks_hold_shares_and_replicate_what_does_not_divide():
     shape = LAB_MODELS["llama-3.1-8b"]
     one, two, sixteen = (weights.stage_bytes(shape, ranks) for ranks in (1, 2, 16))

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from memlab import planner, shapes, weights
+from memlab.quantization import ExpertKernels
 from memlab.shapes import LAB_MODELS
 from memlab.units import MIB
 
@@ -21,7 +22,7 @@ CONFIGS = {name: shape.to_config() for name, shape in LAB_MODELS.items()} | {
     name: config for name, config in H100.items() if not any(part in name for part in NOT_HERE)
 }
 LAYOUTS = ((1, 1), (2, 1), (8, 1), (1, 3), (2, 2))
-CPU_PADDING = (32, 32)  # of mxfp4 experts, vllm/model_executor/layers/fused_moe/oracle/mxfp4.py
+CPU_KERNELS = ExpertKernels(32, 32)  # of mxfp4 experts, vllm/model_executor/layers/fused_moe/oracle/mxfp4.py
 # Made with the model, gone when it is loaded: the order of rows (GPTQ) and zero points that are all alike.
 NOT_KEPT = {"gptq": ("g_idx", "qzeros")}
 # Input scales of 8-bit layers, and a vision tower, which is counted as one tensor.
@@ -67,7 +68,7 @@ def build(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_weights_and_kv_cache_of_each_rank_are_those_of_vllms_own_classes(name, build):
-    shape = shapes.from_config(CONFIGS[name]).served("bfloat16", padded_to=CPU_PADDING)
+    shape = shapes.from_config(CONFIGS[name]).served("bfloat16", kernels=CPU_KERNELS)
     method = shape.quantization.method if shape.quantization else None
     met = 0
     for ranks, stages in LAYOUTS:

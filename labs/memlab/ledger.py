@@ -15,7 +15,7 @@ from memlab import weights
 from memlab.estimates import Step, buffers_gib, captured_gib, graphs_gib, step
 from memlab.flags import ServeFlags
 from memlab.kv_layout import Layout, layout
-from memlab.quantization import padded_to
+from memlab.quantization import expert_kernels
 from memlab.shapes import ModelShape
 from memlab.units import GIB
 from memlab.versions import Rules, rules_for
@@ -281,7 +281,9 @@ def served(
     Raises:
         ShapeError: for a data type or quantization that cannot be had of this checkpoint.
     """
-    return shape.served(flags.dtype, flags.quantization, padded_to(capability, vllm_version >= (0, 32)))
+    rules = rules_for(vllm_version)
+    kernels = expert_kernels(capability, rules.trtllm_width, rules.scales_twice)
+    return shape.served(flags.dtype, flags.quantization, kernels)
 
 
 def predict(

@@ -10,7 +10,7 @@ from memlab.errors import FlagError, ShapeError
 from memlab.flags import ServeFlags, check, resolve
 from memlab.kv_layout import layout
 from memlab.ledger import HYBRID_OFF, Prediction, in_flight_tokens, joined, predict, served
-from memlab.quantization import FP8_BLOCK
+from memlab.quantization import FP8_BLOCK, ExpertKernels
 from memlab.shapes import ModelShape
 from memlab.units import GIB, MIB, show_gib
 from memlab.versions import Version
@@ -619,7 +619,7 @@ def explain(found: Plan) -> list[tuple[str, str]]:
     if stages > 1 and shape.ends_on_every_stage:
         shared += ", each of which has the embeddings and the head"
     quantized = f", its linear layers as {shape.quantization.method} stores them" if shape.quantization else ""
-    if shape.experts and shape.experts.padded_to != (1, 1):
+    if shape.quantization and shape.quantization.kernels != ExpertKernels():
         quantized += " (experts padded for the card's kernels)"
     offloaded = f"; {flags.cpu_offload_gb:g} GiB of it stay in host memory" if flags.cpu_offload_gb else ""
     share = ledger.budget_gib / ledger.total_gib
@@ -631,7 +631,7 @@ def explain(found: Plan) -> list[tuple[str, str]]:
         ),
         (
             "weights",
-            f"{shape.parameters():,} parameters in {shape.dtype}{quantized}{shared}; the tables of the rotary "
+            f"{found.shape.parameters():,} parameters in {shape.dtype}{quantized}{shared}; the tables of the rotary "
             "embeddings; each large tensor rounded up to the allocator's unit of 2 MiB (vllm/model_executor/models, "
             f"c10/cuda/CUDACachingAllocator.cpp){offloaded}",
         ),

@@ -22,11 +22,25 @@ _NAMES = {
 
 
 @dataclass(frozen=True)
+class ExpertKernels:
+    """What the kernels of a card make of mxfp4 experts: an expert's width and hidden size are padded to multiples of
+    ``width`` and ``hidden``, the outputs of a matrix of scales to one of ``scales``. ``scales_twice``: the scales as
+    loaded stay beside those. ``wide_bias``: biases are float32."""
+
+    width: int = 1
+    hidden: int = 1
+    scales: int = 1
+    scales_twice: bool = False
+    wide_bias: bool = False
+
+
+@dataclass(frozen=True)
 class Quantization:
     """A method by vLLM's name, the bits of a weight, and how many weights share a scale.
 
     ``group_size`` is None for one scale a channel or tensor. ``zero_points`` are stored beside the scales.
-    ``kept`` holds (layer, part) of what keeps the model's own type; a layer of None is every layer.
+    ``kept`` holds (layer, part) of what keeps the model's own type; a layer of None is every layer. ``kernels`` are
+    those of mxfp4 experts.
     """
 
     method: str
@@ -35,6 +49,7 @@ class Quantization:
     zero_points: bool = False
     block: bool = False
     kept: frozenset[tuple[int | None, str]] = frozenset()
+    kernels: ExpertKernels = ExpertKernels()
 
     def covers(self, part: str, layer: int | None) -> bool:
         """Whether the method stores this part of this layer."""
@@ -48,7 +63,9 @@ class Quantization:
         if self.block:
             return [weight, -(-inputs // FP8_BLOCK) * -(-outputs // FP8_BLOCK) * 4]
         if self.method == "mxfp4":
-            return [weight, inputs * outputs // MXFP4_GROUP]
+            rows = inputs // MXFP4_GROUP
+            scales = rows * (-(-outputs // self.kernels.scales) * self.kernels.scales)
+            return [weight, scales, *([rows * outputs] if self.kernels.scales_twice else [])]
         if self.method == "bitsandbytes" and self.bits == 4:
             return [weight, inputs * outputs // BITSANDBYTES_GROUP * 4]
         if self.group_size is None:
@@ -124,17 +141,19 @@ def _read(given: Mapping) -> Quantization:
     )
 
 
-def padded_to(capability: tuple[int, int] | None, newest: bool = True) -> tuple[int, int]:
-    """Multiples to which vLLM pads an mxfp4 expert's width and hidden size for the kernels of a card.
+def expert_kernels(capability: tuple[int, int] | None, trtllm_width: int, scales_twice: bool) -> ExpertKernels:
+    """Those that vLLM takes for mxfp4 experts on a card; a capability that is not known counts as 9.0.
 
-    Triton's, of compute capability 9.0, need 64 and nothing; FlashInfer's, of 10.x, 128 (256 in the releases that are
-    not ``newest``) and 256; Marlin's, of all others, 128 and 256. A capability that is not known counts as 9.0.
-    Source: vllm/model_executor/layers/fused_moe/oracle/mxfp4.py, ``mxfp4_round_up_hidden_size_and_intermediate_size``
-    and ``_get_priority_backends_for_gpt_oss`` (0.19, 0.26, 0.32, 0.33).
+    Compute capability 9.0: Triton's. 10.x: FlashInfer's, which pad an expert's width to ``trtllm_width``. Others:
+    Marlin's. ``scales_twice`` says that the version keeps what Triton's were made from. Source:
+    vllm/model_executor/layers/fused_moe/oracle/mxfp4.py (0.33:402-436, 837-917, 1444-1475; read in 0.19, 0.26, 0.32),
+    vllm/third_party/triton_kernels/tensor_details/layout_details/hopper_scale.py. Stated elsewhere, with Marlin:
+    gpt-oss-120b 65.97 GiB (vLLM issue #23278), gpt-oss-20b 13.72 GiB on an A100 by 0.19.0; with Triton and its scales
+    twice: gpt-oss-120b 64.38 GiB (issue #33155).
     """
     if capability is None or capability[0] == 9:
-        return 64, 1
-    return (256 if capability[0] == 10 and not newest else 128), 256
+        return ExpertKernels(64, 1, 256, scales_twice, wide_bias=True)
+    return ExpertKernels(trtllm_width if capability[0] == 10 else 128, 256)
 
 
 def from_flag(name: str) -> Quantization:

@@ -8,7 +8,7 @@ from memlab import quantization
 from memlab import vision as towers
 from memlab.configs import LAB_CONFIGS, LARGE_CONFIGS, PLANNER_CONFIGS
 from memlab.errors import ShapeError
-from memlab.quantization import Quantization
+from memlab.quantization import ExpertKernels, Quantization
 from memlab.vision import Vision
 
 DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "fp8": 1, "fp8_e4m3": 1, "fp8_e5m2": 1}
@@ -22,8 +22,7 @@ class Experts:
     """The experts of a mixture: how many, how many a token goes to, the width of one, in which layers.
 
     ``shared_size`` is the width of the expert that every token takes; ``bias`` says that experts have biases,
-    ``router_bias`` that the router has one, ``shared_gate`` that the shared expert is weighed by a gate. The width and
-    the hidden size are padded to multiples of ``padded_to`` (``quantization.padded_to``).
+    ``router_bias`` that the router has one, ``shared_gate`` that the shared expert is weighed by a gate.
     """
 
     count: int
@@ -34,7 +33,6 @@ class Experts:
     bias: bool = False
     router_bias: bool = False
     shared_gate: bool = False
-    padded_to: tuple[int, int] = (1, 1)
 
 
 @dataclass(frozen=True)
@@ -206,9 +204,9 @@ class ModelShape(Layers):
         experts = self.experts
         if experts is None or number not in experts.layers:
             return tensors + self._mlp("mlp", self.intermediate_size, tensor_parallel_size, self.mlp_bias)
-        narrow, wide = experts.padded_to
-        width = _multiple(_share(experts.intermediate_size, tensor_parallel_size), narrow)
-        padded, count = _multiple(hidden, wide), experts.count
+        kernels = self.quantization.kernels if self.quantization else ExpertKernels()
+        width = _multiple(_share(experts.intermediate_size, tensor_parallel_size), kernels.width)
+        padded, count = _multiple(hidden, kernels.hidden), experts.count
         tensors += [
             Tensor("router", hidden, count),
             Tensor("experts", padded, 2 * width, count),
@@ -217,7 +215,8 @@ class ModelShape(Layers):
         if experts.router_bias:
             tensors.append(Tensor("bias", 1, count))
         if experts.bias:
-            tensors += [Tensor("bias", 1, 2 * width, count), Tensor("bias", 1, padded, count)]
+            size = 4 // self.dtype_bytes if kernels.wide_bias else 1
+            tensors += [Tensor("bias", size, 2 * width, count), Tensor("bias", size, padded, count)]
         if experts.shared_size:
             tensors += self._mlp("shared_expert", experts.shared_size, tensor_parallel_size, False)
         if experts.shared_gate:
@@ -330,11 +329,11 @@ class ModelShape(Layers):
         return replace(self, stage_layers=tuple(map(int, layers.split(","))))
 
     def served(
-        self, dtype: str | None = None, quantize: str | None = None, padded_to: tuple[int, int] = (1, 1)
+        self, dtype: str | None = None, quantize: str | None = None, kernels: ExpertKernels | None = None
     ) -> "ModelShape":
         """The shape as ``--dtype`` and ``--quantization`` change it; ``auto`` and None leave it.
 
-        ``padded_to`` is what the card's kernels ask of mxfp4 experts (``quantization.padded_to``).
+        ``kernels`` are those of the card for mxfp4 experts (``quantization.expert_kernels``).
 
         Raises:
             ShapeError: for a data type or method that cannot be had of this checkpoint.
@@ -349,8 +348,8 @@ class ModelShape(Layers):
             found = replace(found, dtype="bfloat16")  # vllm/config/model.py: auto never serves float32 as it is
         if quantize and found.quantization is None:
             found = replace(found, quantization=quantization.from_flag(quantize))
-        if found.experts and found.quantization and found.quantization.method == "mxfp4":
-            found = replace(found, experts=replace(found.experts, padded_to=padded_to))
+        if kernels and found.quantization and found.quantization.method == "mxfp4":
+            found = replace(found, quantization=replace(found.quantization, kernels=kernels))
         return found
 
     def to_config(self) -> dict:

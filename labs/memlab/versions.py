@@ -21,6 +21,8 @@ class Rules:
     besides; ``compiled_rows`` the rows of the hidden size that a compiled layer keeps. ``tokens_by_blocks`` is the
     older printed number of tokens. ``unquantized_left``: weights that are quantized as they are loaded leave the last
     large matrix as it was (``weights.unquantized_bytes``): seen in 0.33, not in 0.19, between them in the band.
+    ``trtllm_width`` and ``scales_twice``: of mxfp4 experts (``quantization.expert_kernels``; 0.32 has 128 as 0.33 has,
+    0.26 has 256 and frees the scales, 0.19 does not).
     Of memory beside PyTorch's each time value, lowest, highest; tensor parallelism adds
     what the collectives keep: ``linked_gib`` where NVLink joins the GPUs, else ``unlinked_gib``.
     """
@@ -37,6 +39,8 @@ class Rules:
     split_limit: bool = True
     null_block: bool = True
     unquantized_left: bool = True
+    trtllm_width: int = 128
+    scales_twice: bool = False
     tokens_by_blocks: bool = False
     in_flight_batches: int = 2
     sampler_bytes: float = 12.0
@@ -76,7 +80,7 @@ _OF_0_33 = Rules(
     "vllm/v1/worker/gpu_worker.py (0.33:676-760), gpu/model_runner.py (0.33:993-1014: the sampler's second pass)",
 )
 _OF_0_29 = replace(
-    _OF_0_33, since=(0, 29), sampler_bytes=0.0, sampler_gib=0.0,
+    _OF_0_33, since=(0, 29), sampler_bytes=0.0, sampler_gib=0.0, trtllm_width=256,
     source="vllm/v1/worker/gpu/model_runner.py (0.29:896: the second runner's graphs are estimated), "
     "vllm/v1/core/kv_cache_utils.py (0.29:975: the null block)",
 )  # fmt: skip
@@ -90,7 +94,7 @@ _OF_0_26 = replace(
     source="vllm/v1/worker/gpu_worker.py (0.26:509-553), vllm/config/vllm.py (0.26:527-622)",
 )  # fmt: skip
 _OF_0_25 = replace(
-    _OF_0_26, since=(0, 25), in_flight_batches=1,
+    _OF_0_26, since=(0, 25), in_flight_batches=1, scales_twice=True,
     source="vllm/config/vllm.py (0.25: dense models on the second runner), vllm/v1/kv_cache_interface.py (0.25:485)",
 )  # fmt: skip
 _OF_0_24 = replace(
