@@ -727,6 +727,19 @@ def test_every_number_of_the_table_has_its_rule(model, version):
     assert all(len(rule) > 20 for rule in rules.values())
 
 
+def test_the_rule_of_the_weights_says_how_they_are_divided_and_stored():
+    def rule(model: str, **flags) -> str:
+        return dict(planner.explain(planned(model, RTX_3090, max_model_len=8192, **flags)))["weights"]
+
+    every = "every stage has the embeddings and the head"
+    staged = rule("qwen3-30b-a3b-12-layers", pipeline_parallel_size=2)
+    assert "bfloat16, divided among 2 stages; " + every in staged
+    both = rule("llama-3.1-8b", pipeline_parallel_size=2, tensor_parallel_size=2)
+    assert "divided among 2 ranks and 2 stages" in both and every not in both
+    assert "divided" not in rule("llama-3.1-8b")
+    assert "its experts as mxfp4 stores them (experts padded for the card's kernels)" in rule("gpt-oss-20b")
+
+
 def test_a_terminal_without_these_characters_gets_the_plan_all_the_same(config):
     code = f"import sys; sys.path.insert(0, {str(ROOT / 'labs')!r}); from memlab import cli; sys.exit(cli.main())"
     command = [sys.executable, "-S", "-c", code, "plan", "--config", config, "--card", "H200"]

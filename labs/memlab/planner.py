@@ -614,11 +614,14 @@ def explain(found: Plan) -> list[tuple[str, str]]:
     shape = served(found.shape, flags, found.version, found.card.compute_capability)
     rules = versions.rules_for(found.version)
     ranks, stages = flags.tensor_parallel_size or 1, len(found.prediction.stages)
-    shared = f", divided among {ranks} ranks" if ranks > 1 else ""
-    shared += f" and {stages} stages" if stages > 1 else ""
+    parts = [f"{count} {name}" for count, name in ((ranks, "ranks"), (stages, "stages")) if count > 1]
+    shared = f", divided among {' and '.join(parts)}" if parts else ""
     if stages > 1 and shape.ends_on_every_stage:
-        shared += ", each of which has the embeddings and the head"
-    quantized = f", its linear layers as {shape.quantization.method} stores them" if shape.quantization else ""
+        shared += "; every stage has the embeddings and the head"
+    quantized = ""
+    if shape.quantization:
+        which = "experts" if shape.quantization.method == "mxfp4" else "linear layers"
+        quantized = f", its {which} as {shape.quantization.method} stores them"
     if shape.quantization and shape.quantization.kernels != ExpertKernels():
         quantized += " (experts padded for the card's kernels)"
     offloaded = f"; {flags.cpu_offload_gb:g} GiB of it stay in host memory" if flags.cpu_offload_gb else ""
