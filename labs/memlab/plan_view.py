@@ -408,14 +408,14 @@ def figure(found: Plan) -> str:
                 f'<line x1="{high}" x2="{high}" y1="{lane - 3}" y2="{lane + 3}"/></g>'
             )
         lane += _LANE
-    bottom = lane + 16
+    bottom = lane + 18
     budget, card = view.context_gib + view.budget_gib, view.total_gib
     edge = f'class="edge" y="{top}" height="{height}" width="{at(card)}"'
     marks = (
         f"<rect {edge}/>"
         f'<line class="budget" x1="{at(budget)}" x2="{at(budget)}" y1="{top - 4}" y2="{lane - 4}"/>'
         f"{label(budget, 14, f'budget {show_gib(view.budget_gib)}')}"
-        f"{label(card, bottom - 2, f'card {show_gib(card)}')}"
+        f"{label(card, bottom - 4, f'card {show_gib(card)}')}"
     )
     named = 'role="img" aria-labelledby="memlab-plan-title memlab-plan-desc"'
     title = f'<title id="memlab-plan-title">Memory of {escape(found.card.name)}, predicted</title>'
